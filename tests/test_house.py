@@ -59,6 +59,7 @@ SHARED_NAMES = {
     "read write": r"formats\.\w+",
     "tile": r"core\.formats\.\w+",
     "loss": r"trainer\.models\.\w+",
+    "Accelerator": r"deepspeed\.accelerator|integrations\.accelerate",
     "GATHER SUM": r"distributed\.routes\.\w+",
 }
 """Names that several files have, because their callers choose a file: a command, a format, a model or a route."""

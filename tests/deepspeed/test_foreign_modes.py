@@ -91,6 +91,7 @@ METHODS: dict[str, Callable[[Loop], Any]] = {
     "no_sync": in_no_sync,
     "is_gradient_accumulation_boundary": lambda loop: loop.engine.is_gradient_accumulation_boundary(),
     "set_gradient_accumulation_boundary": lambda loop: loop.engine.set_gradient_accumulation_boundary(True),
+    "clip": lambda loop: loop.engine.clip(0.5),
     "abandon": lambda loop: loop.engine.abandon(),
     "follow": lambda loop: loop.engine.follow(loop.engine.state),
     "was_step_applied": lambda loop: loop.engine.was_step_applied(),

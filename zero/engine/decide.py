@@ -29,14 +29,19 @@ UpdateNow = Callable[[UnitState, Hyper], None]
 
 
 @unobserved()
-def decide(state: State, hyper: Hyper, exchanged: Exchanged, update: UpdateNow | None = None) -> tuple[State, Metrics]:
+def decide(
+    state: State, hyper: Hyper, exchanged: Exchanged, limit: float | None, update: UpdateNow | None = None
+) -> tuple[State, Metrics]:
     """Defer each unit's update, or make it by `update` now; skip it if a gradient is not finite.
+
+    Args:
+        limit: the largest norm of the mean gradient; None: no clipping.
 
     Returns:
         The next state, and the step's metrics.
     """
     runtime, before = state.runtime, state.after.counts
-    scaling, limit = state.plan.precision.scale, state.plan.optimizer.clip
+    scaling = state.plan.precision.scale
     per_token = divisor_per_token(state.plan.precision, before[1].scale)
     counts_tokens = exchanged.known.counts_tokens
     possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))

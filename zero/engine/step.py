@@ -52,6 +52,8 @@ class Step:
 
     Attributes:
         microbatches: the number of microbatches that have begun.
+        clip: the largest norm of the mean gradient, by which `finish` clips; None: it does not. At first that of the
+            optimizer. The same on all ranks.
 
     Raises:
         ConfigError: by every method, if another thread uses the state.
@@ -64,7 +66,7 @@ class Step:
         self.state, self._runtime, self._plan = state, state.runtime, state.plan
         if not self._plan.facts.trains:
             raise PlanError("the model has no trainable parameter, so there is no step. Run it with zero.make_forward.")
-        self.microbatches = 0
+        self.microbatches, self.clip = 0, self._plan.optimizer.clip
         self._in_microbatch = self._dropped = self._went_back = False
         self._losses = self._runtime.losses = StepLosses()
         self._runtime.log.clear()
@@ -230,13 +232,13 @@ class Step:
 
     def decided(self, exchanged: Exchanged, update: UpdateNow | None = None) -> tuple[State, Metrics]:
         """Return the next state and the metrics, see `decide`."""
-        return decide(self.state, self._hyper(), exchanged, update)
+        return decide(self.state, self._hyper(), exchanged, self.clip, update)
 
     def _reduce(self, hyper: Hyper, flag: float, later: bool) -> Exchanged:
         """Sum gradients over ranks and exchange losses and norms; repeat both if any rank has an extra flat."""
         runtime, reducer = self._runtime, self._runtime.reducer
         reducer.finish()
-        runtime.log.note(repr((hyper, self._losses.names)))
+        runtime.log.note(repr((hyper, self.clip, self._losses.names)))
         status, pressure = self._gradient_status(), runtime.pressure
         shortage = 0 if pressure is None else pressure.read(self._plan)
         exchange = partial(exchange_totals, runtime, self._losses, flag, status, shortage, later=later)

@@ -1,5 +1,7 @@
 """The step that the microbatches of a user's loop add to."""
 
+from collections.abc import Callable
+
 from zero.engine.plan import Plan
 from zero.engine.state import State
 from zero.engine.step import Step
@@ -11,6 +13,7 @@ class CurrentStep:
 
     Args:
         managed: whether every `accumulate` microbatches end a step; False: the loop decides it.
+        started: called before a step begins.
 
     Attributes:
         step: the step; None until its first forward.
@@ -21,8 +24,8 @@ class CurrentStep:
         applied: whether the last `engine.step()` updated the parameters.
     """
 
-    def __init__(self, plan: Plan, *, managed: bool) -> None:
-        self._plan, self.managed = plan, managed
+    def __init__(self, plan: Plan, *, managed: bool, started: Callable[[], None]) -> None:
+        self._plan, self.managed, self._started = plan, managed, started
         self.step: Step | None = None
         self.in_microbatch = self.in_no_sync = self.applied = False
         self.backwards = 0
@@ -31,6 +34,7 @@ class CurrentStep:
     def begin_microbatch(self, state: State) -> None:
         """Begin a microbatch with its first forward; a later forward only reads the optimizer's groups again."""
         if self.step is None:
+            self._started()
             self.step = Step(state)
         if self.in_microbatch:
             self.step.read_groups()

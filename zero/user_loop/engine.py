@@ -7,6 +7,7 @@ number of forwards and backwards, by `engine.backward(loss)` or by `engine.scale
 The engine takes over the model: calls of the model become calls of the engine.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from zero.user_loop.grads import Grads
 from zero.user_loop.model_calls import cast_inputs, take_over
 from zero.user_loop.optimizers import Optimizer, PassedOptimizer, Scheduler, check_groups
 from zero.user_loop.run_log import RunLog, Throughput
+from zero.user_loop.state import gather_ahead
 
 
 class Engine(EngineCheckpoints):
@@ -64,8 +66,8 @@ class Engine(EngineCheckpoints):
         self._casts_inputs = casts_inputs and state.plan.precision.compute != torch.float32
         self._passed, self._opened = passed, opened
         self.client_optimizer = None if passed is None else passed.optimizer
-        self._current = CurrentStep(state.plan, managed=managed)
         self.tput_timer = Throughput(self.train_batch_size())
+        self._current = CurrentStep(state.plan, managed=managed, started=self.tput_timer.start)
         self.micro_steps = 0
         self._groups = list(optimizer.param_groups)  # the dicts that every update reads
         optimizer.engine = self
@@ -95,7 +97,7 @@ class Engine(EngineCheckpoints):
         state = self.state
         refuse_compiler()
         if self.trains_now:
-            self._begin_microbatch()
+            self._current.begin_microbatch(self._state)
         elif self._current.step is None:
             state.runtime.sites.begin()
         if self._casts_inputs:
@@ -191,6 +193,14 @@ class Engine(EngineCheckpoints):
         if self._current.step is not None:
             self._current.step.forget()
 
+    def clip(self, max_norm: float) -> None:
+        """Clip the norm of this step's mean gradient at `max_norm`, instead of at the number in the config.
+
+        Raises:
+            ConfigError: there was no forward in training mode, or nothing trains.
+        """
+        self._current.begun("clip").clip = max_norm if max_norm < math.inf else None
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which `step()` raises. It has no other effect, because gradients accumulate anyway."""
@@ -263,7 +273,7 @@ class Engine(EngineCheckpoints):
             self._grads.take_back()
             state, self.metrics = step.finish()
             self.follow(state)
-            _gather_ahead(state)
+            gather_ahead(state)
             self._grads.drop()
         microbatches = step.microbatches if current.managed else current.backwards
         rows = microbatches * self.train_micro_batch_size_per_gpu() * self.world_size
@@ -323,25 +333,9 @@ class Engine(EngineCheckpoints):
         if failure is not None:
             raise failure
 
-    # -- private methods -----------------------------------------------------------------------------------------------
-
-    def _begin_microbatch(self) -> None:
-        if self._current.step is None:
-            self.tput_timer.start()
-        self._current.begin_microbatch(self._state)
-
-
-def _gather_ahead(state: State) -> None:
-    """Start to gather resident parameters, unless threads are still updating them.
-
-    A single rank may then read, save or run them, as scripts for DeepSpeed's lower stages do.
-    """
-    if not any(unit.tickets for unit in state.runtime.units):
-        state.runtime.gather_changed()
-
 
 def _enter(held: "weakref.ref[Engine]") -> None:
     """Begin a microbatch when a method of the model, or the loss, reads parameters in training before any forward."""
     engine = held()
     if engine is not None and not engine._current.in_microbatch and engine.trains_now:
-        engine._begin_microbatch()
+        engine._current.begin_microbatch(engine._state)

@@ -122,6 +122,15 @@ class EngineState(EngineSettings):
         self._warned.add(line)
 
 
+def gather_ahead(state: State) -> None:
+    """Start to gather resident parameters, unless threads are still updating them.
+
+    A single rank may then read, save or run them, as scripts for DeepSpeed's lower stages do.
+    """
+    if not any(unit.tickets for unit in state.runtime.units):
+        state.runtime.gather_changed()
+
+
 def _close(store: PrefetchStore, run_log: RunLog | None) -> None:
     try:
         if run_log is not None:

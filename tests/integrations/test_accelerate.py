@@ -1,0 +1,261 @@
+"""Scripts in the shape of public ones, which change one import: next to plain torch on the whole batch.
+
+A causal language model, a classifier of images, a denoiser with EMA, a classifier of sequences, and a student of a
+frozen teacher.
+"""
+
+import copy
+import os
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+accelerate = pytest.importorskip("accelerate")
+
+import zero  # noqa: E402
+from zero.errors import CheckpointError, ConfigError  # noqa: E402
+from zero.integrations.accelerate import Accelerator  # noqa: E402
+from zero.testing import run_processes  # noqa: E402
+
+ROWS, BATCH, ACCUMULATE, CLIP = 48, 4, 3, 0.5
+
+
+@pytest.fixture(autouse=True)
+def _state():
+    """Accelerate keeps one state in a process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+class Words(nn.Module):
+    def __init__(self, out: int = 19) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(32, out)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Images(nn.Module):
+    def __init__(self, out: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.head = nn.Linear(8, out)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Ema:
+    """An exponential mean of parameters, kept by the script, as in diffusers' examples."""
+
+    def __init__(self, model) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step(self, model) -> None:
+        for shadow, parameter in zip(self.shadow, model.parameters(), strict=True):
+            shadow.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+
+def causal(model, batch, teacher):
+    tokens, _ = batch
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def classified(model, batch, teacher):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
+def denoised(model, batch, teacher):
+    image, labels = batch
+    return F.mse_loss(model(image), F.one_hot(labels, 10).float())
+
+
+def of_sequence(model, batch, teacher):
+    tokens, labels = batch
+    return F.cross_entropy(model(tokens).mean(1), labels)
+
+
+def distilled(model, batch, teacher):
+    tokens, _ = batch
+    with torch.no_grad():
+        wanted = teacher(tokens).softmax(-1)
+    return -(wanted * model(tokens).log_softmax(-1)).sum(-1).mean()
+
+
+SCRIPTS: dict[str, tuple[Any, Any]] = {
+    "causal language model": (Words, causal), "images": (Images, classified), "denoiser with EMA": (Images, denoised),
+    "sequences": (Words, of_sequence), "teacher": (Words, distilled),
+}  # fmt: skip
+
+
+def data(kind) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    images = kind is Images
+    inputs = (
+        torch.randn(ROWS, 3, 8, 8, generator=generator)
+        if images
+        else torch.randint(0, 19, (ROWS, 12), generator=generator)
+    )
+    return TensorDataset(inputs, torch.randint(0, 10, (ROWS,), generator=generator))
+
+
+def script(accelerator, kind, loss_of, path=None) -> dict[str, Any]:
+    """A script as people write it; only `Accelerator` is another one."""
+    torch.manual_seed(0)
+    model, teacher = kind(), kind().requires_grad_(False)
+    ema = Ema(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    loader = DataLoader(data(kind), BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer, loader, model, schedule = accelerator.prepare(optimizer, loader, model, schedule)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    losses, norms, rates = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch, teacher)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        if accelerator.sync_gradients:
+            ema.step(model)
+            norms.append(float(norm))
+            rates.append(schedule.get_last_lr()[0])
+    right = []
+    with torch.no_grad():
+        for inputs, labels in loader:
+            output = model(inputs)
+            right.append(accelerator.gather_for_metrics((output.flatten(1).argmax(1), labels))[1])
+    if path is not None:
+        accelerator.save_state(str(path))
+    values = accelerator.get_state_dict(model)
+    rows = sum(map(len, right))
+    return {"losses": losses, "norms": norms, "rates": rates, "values": values, "ema": ema.shadow, "rows": rows}
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["rates"] == theirs["rates"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+    for name, value in theirs["values"].items():
+        torch.testing.assert_close(ours["values"][name], value, rtol=1e-5, atol=1e-5)
+    for mine, shadow in zip(ours["ema"], theirs["ema"], strict=True):
+        torch.testing.assert_close(mine, shadow, rtol=1e-5, atol=1e-5)
+    assert ours["rows"] == theirs["rows"] == ROWS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_changes_one_import_trains_the_same(name):
+    kind, loss_of = SCRIPTS[name]
+    how = {"cpu": True, "gradient_accumulation_steps": ACCUMULATE}
+    theirs = script(accelerate.Accelerator(**how), kind, loss_of)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    close(script(Accelerator(**how), kind, loss_of), theirs)
+
+
+def on_two(world: zero.World, name: str, ours: bool) -> dict[str, Any]:
+    kind, loss_of = SCRIPTS[name]
+    cls: Any = Accelerator if ours else accelerate.Accelerator
+    result = script(cls(cpu=True, gradient_accumulation_steps=ACCUMULATE), kind, loss_of)
+    return result | {"rank": world.rank}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", ["causal language model", "teacher"])
+def test_two_processes_train_as_ddp_does(name):
+    ours, theirs = (run_processes(2, on_two, name, own)[0] for own in (True, False))
+    close(ours, theirs)
+
+
+def test_a_saved_state_goes_on(tmp_path):
+    """Moments, schedule and generators included; and another Accelerator's folder is refused."""
+    kind, loss_of = SCRIPTS["causal language model"]
+
+    def steps(accelerator, parts, count):
+        model, optimizer, schedule = parts
+        losses = []
+        for number in range(count):
+            loss = loss_of(model, [torch.full((2, 12), number % 19), None], None)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def made():
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, zero={"stage": 3, "offload": "cpu"})
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return accelerator, accelerator.prepare(model, optimizer, schedule)
+
+    accelerator, parts = made()
+    steps(accelerator, parts, 3)
+    folder = accelerator.save_state(str(tmp_path / "state"))
+    assert not [*(tmp_path / "state").glob("*.safetensors")], "no whole model is written"
+    expected = steps(accelerator, parts, 3)
+    accelerator.engine.destroy()
+    again, parts = made()
+    again.load_state(folder)
+    assert steps(again, parts, 3) == expected
+    with pytest.raises(ConfigError, match="needs the folder"):
+        again.load_state()
+    shutil.rmtree(tmp_path / "state" / "zero")
+    with pytest.raises(CheckpointError, match="holds no training state"):
+        again.load_state(folder)
+
+
+def test_a_model_of_transformers_is_saved_as_scripts_save_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=19, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    accelerator = Accelerator(cpu=True, zero={"stage": 3})
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.arange(12).view(1, 12)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    whole = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=whole
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_what_is_not_supported_is_said_in_one_line():
+    with pytest.raises(ConfigError, match=r"zero=\{'stag': \.\.\.\} is not a setting.*stage"):
+        Accelerator(cpu=True, zero={"stag": 3})
+    accelerator = Accelerator(cpu=True)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="before its model"):
+        accelerator.prepare(optimizer)
+    accelerator.prepare(model)
+    accelerator.prepare(optimizer)
+    with pytest.raises(ConfigError, match="a second model that trains, a Words"):
+        accelerator.prepare(copy.deepcopy(Words()))
+    with pytest.raises(ConfigError, match="gradients are in shards"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)

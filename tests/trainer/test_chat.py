@@ -18,6 +18,7 @@ import train  # noqa: E402
 import zero  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
+from zero.trainer.commands import sample  # noqa: E402
 from zero.trainer.data import check_data, open_data  # noqa: E402
 from zero.trainer.data.chat.encoder import ChatEncoder  # noqa: E402
 from zero.trainer.data.chat.packing import TOGETHER, PackedRows, first_fit  # noqa: E402
@@ -374,6 +375,14 @@ def test_train_py_trains_chats_and_goes_on(llama, data, here, capsys):
     assert run(llama, data, "mode=eval", "resume=whole") == 0
     said = capsys.readouterr().out
     assert f"validation loss {rows_of(here / 'whole')[-1]['val/loss']:.4f}" in said
+
+
+def test_a_trained_model_answers_a_prompt(llama, data, here, capsys):
+    """`sample` asks as the template does."""
+    assert run(llama, data, "steps=2", "hydra.run.dir=asked", "checkpoint.every=2") == 0
+    capsys.readouterr()
+    assert sample.main(["asked", "hello", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.slow

@@ -55,6 +55,12 @@ def test_a_recipe_runs(recipe, folder, here, monkeypatch):
         peft.PeftModel.from_pretrained(base, "out")
 
 
+def test_typed_steps_win_over_the_epochs_of_a_recipe(folder, here, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    assert train.main([*words(folder, "sft_full"), *SMALL, "steps=3", "hydra.run.dir=run"]) == 0
+    assert json.loads((here / "run" / "summary.json").read_text())["steps"] == 3
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("recipe", "machine"),

@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from zero.trainer.job import Train
 
 
+def _with_typed_steps(arguments: list[str]) -> list[str]:
+    """Return the command line without the epochs of an experiment if `steps` is typed."""
+    keys = {word.partition("=")[0] for word in arguments}
+    return [*arguments, "epochs=null"] if {"experiment", "steps"} <= keys and "epochs" not in keys else arguments
+
+
 class _SweepStopped(BaseException):
     """The end of a sweep, raised after a job was asked to stop and has saved, so that no other job starts.
 
@@ -68,7 +74,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     """
     try:
         refuse_secret_words(arguments, os.environ)
-        arguments = [at_home(word) for word in arguments]
+        arguments = _with_typed_steps([at_home(word) for word in arguments])
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))

@@ -53,16 +53,21 @@ def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
         ConfigError: the data has no text.
     """
     from zero.errors import ConfigError
-    from zero.trainer.data import HFTextConfig, TextConfig
+    from zero.trainer.data.chat.encoder import ChatEncoder
+    from zero.trainer.data.source import ChatConfig, TextConfig, TokenisedConfig
     from zero.trainer.data.text import decode_bytes
     from zero.trainer.data.tokenizer import Tokenizer
 
-    if isinstance(data, HFTextConfig):
+    if isinstance(data, TokenisedConfig):
         tokenizer = Tokenizer(data.tokenizer, data.end)
-        return (
-            lambda text: tokenizer.encode([octets(text).decode(errors="replace")])[0] or [tokenizer.end],
-            lambda row: tokenizer.decode(row.tolist()),
-        )
+
+        def encode(text: str) -> list[int]:
+            asked = octets(text).decode(errors="replace")
+            if isinstance(data, ChatConfig):
+                return ChatEncoder(data.tokenizer, data.template, tokenizer.end).asked(asked)
+            return tokenizer.encode([asked])[0] or [tokenizer.end]
+
+        return encode, lambda row: tokenizer.decode(row.tolist())
     if isinstance(data, TextConfig):
         return lambda text: list(octets(text) or b"\n"), decode_bytes
     raise ConfigError(f"data={data.name} has no text, so a prompt cannot be turned into tokens")

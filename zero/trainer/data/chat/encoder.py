@@ -137,6 +137,15 @@ class ChatEncoder:
         ]
         return Encoded(tokens, trains, only_last)
 
+    def asked(self, text: str) -> list[int]:
+        """Return the tokens of a user's message, up to where the assistant's answer begins.
+
+        Raises:
+            ConfigError: there is no template.
+        """
+        messages = ({"role": "user", "content": text},)
+        return self._tokens(self._text(Chat(messages), messages, "a prompt", add_generation_prompt=True))[0]
+
     def shown(self, encoded: Encoded) -> Iterator[tuple[str, bool]]:
         """Yield the parts of a chat's text, and whether they train."""
         parts: list[tuple[list[int], bool]] = []

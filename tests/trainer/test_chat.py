@@ -363,6 +363,10 @@ def test_train_py_trains_chats_and_goes_on(llama, data, here, capsys):
     """Accumulation and a resumed run change no row, and the loss goes down."""
     assert run(llama, data, "steps=8", "hydra.run.dir=whole", "checkpoint.every=4") == 0
     assert "chats to train and" in capsys.readouterr().out
+    parts = json.loads((here / "whole" / "summary.json").read_text())["example"]
+    assert all(text.endswith("<|im_end|>") for text, trains in parts if trains)
+    report = (here / "whole" / "report.html").read_text()
+    assert report.count("<mark>") == sum(trains for _, trains in parts) > 0
     whole = [row["train/loss"] for row in rows_of(here / "whole")]
     assert whole[-1] < whole[0]
     assert (
@@ -392,6 +396,26 @@ def test_two_ranks_train_the_rows_of_one(llama, data, here):
         assert run(llama, data, *words) == 0
     alone, shared = ([row["train/loss"] for row in rows_of(here / f"ranks{count}")] for count in (1, 2))
     assert shared == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch.ranks=2", "zero.sequence=2"],
+        ["debug.replay=2"],
+        ["zero.activations=remat", "zero.stage=3", "offload=cpu"],
+        ["model.chunked_loss=false"],
+    ],
+    ids=str,
+)
+def test_slices_replays_and_recomputation_train_the_same(llama, data, here, words):
+    """Pairs of a loss by tokens with what else divides or repeats a step; slices have different numbers of tokens."""
+    losses = []
+    for name, more in (("plain", []), ("other", words)):
+        assert run(llama, data, "steps=4", "data.pack=false", f"hydra.run.dir={name}", *more) == 0
+        losses.append([row["train/loss"] for row in rows_of(here / name)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_what_chats_need_is_said_in_one_line(llama, data, here, capsys):

@@ -39,6 +39,7 @@ from zero.trainer.compose import (
     runs_in,
     settings_in,
     this_job,
+    with_typed_steps,
 )
 from zero.trainer.config import Config, read
 from zero.trainer.explain import overview
@@ -48,12 +49,6 @@ from zero.trainer.text_output import for_a_reader, print_mode, show
 
 if TYPE_CHECKING:
     from zero.trainer.job import Train
-
-
-def _with_typed_steps(arguments: list[str]) -> list[str]:
-    """Return the command line without the epochs of an experiment if `steps` is typed."""
-    keys = {word.partition("=")[0] for word in arguments}
-    return [*arguments, "epochs=null"] if {"experiment", "steps"} <= keys and "epochs" not in keys else arguments
 
 
 class _SweepStopped(BaseException):
@@ -74,7 +69,7 @@ def main(arguments: Sequence[str], train: "Train") -> int:
     """
     try:
         refuse_secret_words(arguments, os.environ)
-        arguments = _with_typed_steps([at_home(word) for word in arguments])
+        arguments = with_typed_steps([at_home(word) for word in arguments])
         if launch.under_torchrun():
             return _as_one_rank(arguments, train)
         return _with_hydra(arguments, _by_name(train))

@@ -200,6 +200,12 @@ def at_home(word: str) -> str:
     return _HOME.sub(lambda path: suggest.word(os.path.expanduser(path[0])), word)
 
 
+def with_typed_steps(arguments: list[str]) -> list[str]:
+    """Return the command line without the epochs of an experiment if `steps` is typed."""
+    keys = {word.partition("=")[0] for word in arguments}
+    return [*arguments, "epochs=null"] if {"experiment", "steps"} <= keys and "epochs" not in keys else arguments
+
+
 def notes_of(composed: Any) -> Iterator[str]:
     """Yield warnings: ignored keys of a ds_config, and settings of the typed model that a preset replaces."""
     if composed.ds_config:

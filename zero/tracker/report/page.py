@@ -68,6 +68,12 @@ def verbatim(text: str, mood: str = "plain") -> Html:
     return Html(f'<pre class="said {escape(mood)}">{escape(text)}</pre>')
 
 
+def marked(parts: Iterable[tuple[str, bool]]) -> Html:
+    """Return preformatted text whose parts are marked or not."""
+    inside = "".join(f"<mark>{escape(text)}</mark>" if mark else escape(text) for text, mark in parts)
+    return Html(f'<pre class="said plain">{inside}</pre>')
+
+
 def facts(entries: Iterable[Fact]) -> Html:
     """Return facts side by side, without those whose value is unknown."""
     cells = "".join(

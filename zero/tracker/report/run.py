@@ -25,6 +25,7 @@ from zero.tracker.report.page import (
     facts,
     figure,
     links,
+    marked,
     page,
     pill,
     section,
@@ -68,6 +69,7 @@ def report(run: RecordedRun, defaults: Mapping[str, Any] | None = None) -> str:
         _headline,
         plan_section,
         _learning,
+        _example,
         _sample,
         _speed,
         _placement,
@@ -146,6 +148,15 @@ def _learning(run: RecordedRun) -> Html:
         ),
         side_by_side(*_others(run), layout="three"),
     )
+
+
+def _example(run: RecordedRun) -> Html:
+    """Return the first training row; what trains is marked."""
+    parts = run.summary.get("example")
+    if not isinstance(parts, list):
+        return Html()
+    note = "The first row; the loss counts the marked tokens."
+    return section("A row", marked((str(text), bool(trains)) for text, trains in parts), note=note)
 
 
 def _sample(run: RecordedRun) -> Html:

@@ -30,6 +30,9 @@ class Synthetic:
         numbers = range(index * rows, (index + 1) * rows)
         return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
 
+    def example(self) -> list[tuple[str, bool]]:
+        return []
+
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data=synthetic has no end, so epochs means nothing. Set steps.")
 

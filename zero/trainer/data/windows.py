@@ -37,6 +37,9 @@ class Data(Protocol):
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in the first `count` passes over the data."""
 
+    def example(self) -> list[tuple[str, bool]]:
+        """Return the parts of the first training row and whether they train; [] if all of every row does."""
+
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
 
@@ -97,6 +100,9 @@ class Windows:
     def batch(self, step: int, start: int, stop: int) -> Tensor:
         below = self.train.numel() - self.seq
         return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
+
+    def example(self) -> list[tuple[str, bool]]:
+        return []
 
     def rows_of_epochs(self, count: int) -> int:
         return count * self.train.numel() // self.seq  # drawn at random, so a pass has as many tokens as the data

@@ -97,6 +97,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             data_digest=data.digest,
         )
         self._record.further["measured_bytes"] = measured(state)
+        if example := data.example():
+            self._record.further["example"] = example
         state.runtime.pressure = Pressure(plan, note=self.note_move)
         if predicted_s is not None:
             self._record.further["plan_step_s"] = predicted_s

@@ -11,7 +11,7 @@ import os
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -76,11 +76,13 @@ def open_chats(
     index = array("q", (folder / INDEX_FILE).read_bytes())
     about = json.loads((folder / ABOUT_FILE).read_text())
     train, held, counts, start = list[ChatPlace](), list[ChatPlace](), Counter[str](), 0
+    lengths = list[int]()
     least_draw = min(index[2::3])
     for end, first, draw in zip(index[::3], index[1::3], index[2::3], strict=True):
         place, start = ChatPlace(start, min(end - start, seq + 1)), end
-        counts["longer than a row"] += end - place.start > seq + 1
-        if first > seq or (end - place.start > seq + 1 and config.long == "drop"):
+        lengths.append(end - place.start)
+        counts["longer than a row"] += lengths[-1] > seq + 1
+        if first > seq or (lengths[-1] > seq + 1 and config.long == "drop"):
             counts["left out"] += 1
             continue
         is_held = draw < config.holdout * DRAWS or draw == least_draw  # at least one
@@ -105,11 +107,11 @@ def open_chats(
         vocab_size=tokenizer.vocab,
         digest=digest.hexdigest(),
         decode_tokens=lambda numbers: tokenizer.decode(numbers.tolist()),
-        about=_about(about, counts, len(train), len(held)),
+        about=_about(about, counts, len(train), len(held), lengths),
     )
 
 
-def _about(about: dict[str, Any], counts: Counter[str], train: int, held: int) -> str:
+def _about(about: dict[str, Any], counts: Counter[str], train: int, held: int, lengths: Iterable[int]) -> str:
     """Return a line about the chats."""
     formats = ", ".join(about["formats"])
     mask = "the template's marks" if about["marks"] else "the assistant's turns"
@@ -118,7 +120,9 @@ def _about(about: dict[str, Any], counts: Counter[str], train: int, held: int) -
     texts += [f"{about['only last']:,} of which only the last turn trains"] * (about["only last"] > 0)
     texts += [f"{counts['longer than a row']:,} longer than a row"] * (counts["longer than a row"] > 0)
     texts += [f"{counts['left out']:,} left out"] * (counts["left out"] > 0)
-    return ", ".join(texts)
+    lengths = sorted(lengths)
+    middle, most = (lengths[int(share * (len(lengths) - 1))] for share in (0.5, 0.9))
+    return ", ".join([*texts, f"tokens: median {middle:,}, nine of ten up to {most:,}, most {lengths[-1]:,}"])
 
 
 def _found_or_made(config: ChatConfig, tokenizer: Tokenizer, progress: Progress) -> Path:

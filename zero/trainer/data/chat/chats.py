@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from zero.trainer.data.chat.encoder import TRAINS_BIT
 from zero.trainer.data.chat.packing import PackedRows
-from zero.trainer.data.rows import coded, tokens_of
+from zero.trainer.data.rows import coded, tokens_of, trains_of
 from zero.trainer.data.tokens import TokenFile
 
 
@@ -63,6 +64,12 @@ class Chats:
 
     def decode(self, tokens: Tensor) -> str:
         return self.decode_tokens(tokens_of(tokens))
+
+    def example(self) -> list[tuple[str, bool]]:
+        row = self.batch(1, 0, 1)[0]
+        trains = trains_of(row)
+        starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
+        return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]
 
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in `count` epochs."""

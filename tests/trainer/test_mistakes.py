@@ -18,7 +18,7 @@ SNIPPETS = [
     ("train(lambda model, batch: None)", "End it with return loss"),
     ("train(lambda model, batch: model(batch))", "Return a scalar"),
     ("train(lambda model, batch: loss_fn(model, batch).detach())", "without torch.no_grad() or .detach()"),
-    ("train(lambda model, batch: (loss_fn(model, batch), batch))", "Write return loss, or return loss, {"),
+    ("train(lambda model, batch: (loss_fn(model, batch), batch))", "Write return loss, or return loss_sum, count"),
     ("zero.make_step(plan, batch.mean())", "Pass a function that takes (model, microbatch)"),
     # microbatches
     ("step(state, batch)", "Pass a list of microbatches: step(state, [batch])"),

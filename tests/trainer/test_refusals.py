@@ -33,6 +33,7 @@ def base(key: Key) -> dict:
         "TokensConfig": {"data": {"name": "tokens", "path": "x"}, "model": {"vocab": 50304}},
         "HFConfig": {"model": {"name": "hf", "path": "x"}},
         "HFTextConfig": {"data": {"name": "hf", "path": "x", "tokenizer": "y"}},
+        "ChatConfig": {"data": {"name": "chat", "path": "x"}, "model": {"name": "hf", "path": "y"}},
     }
     raw = copy.deepcopy(needed.get(key.option.__name__, {}))
     if "name" in key.option.model_fields:

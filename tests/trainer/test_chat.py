@@ -137,6 +137,14 @@ def test_completions_train_and_prompts_do_not(llama):
     assert encoded(llama, asked) == ("<|im_start|>user\nadd\n\n1 1<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>]\n")
 
 
+def test_an_assistant_that_begins_trains_from_its_first_turn(llama):
+    told = encoded(llama, {"messages": [assistant("hello"), user("one"), assistant("two")]})
+    assert told == (
+        "<|im_start|>assistant\n[hello<|im_end|>]\n<|im_start|>user\none<|im_end|>\n"
+        "<|im_start|>assistant\n[two<|im_end|>]\n"
+    )
+
+
 def test_tool_calls_train_and_results_do_not(llama):
     call = [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
     chat = [user("a"), assistant("", tool_calls=call), {"role": "tool", "content": "2"}, assistant("b")]

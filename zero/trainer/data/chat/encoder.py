@@ -186,8 +186,12 @@ class ChatEncoder:
         return whole, [self._span(whole, len(begin or ""), len(whole))] if matches else [], True
 
     def _beginning(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str) -> str | None:
-        """Return the text before a turn of the assistant; None if the template does not accept so few messages."""
+        """Return the text before a turn of the assistant; None if the template does not accept these messages."""
+        asked = ({"role": "user", "content": "x"},)
         try:
+            if not messages:  # which no template accepts: what it adds behind a question
+                whole = self._text(chat, asked, where, add_generation_prompt=True)
+                return whole.removeprefix(self._text(chat, asked, where))
             return self._text(chat, messages, where, add_generation_prompt=True)
         except ConfigError:
             return None

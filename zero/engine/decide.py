@@ -44,14 +44,15 @@ def decide(
     scaling = state.plan.precision.scale
     per_token = divisor_per_token(state.plan.precision, before[1].scale)
     counts_tokens = exchanged.known.counts_tokens
+    number, is_first = state.tried + 1, state.plan.world.whole.rank == 0  # `state` is spent when they are read
     possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
 
     def read() -> dict[str, Any]:
         totals = exchanged.totals()
         norm = totals.norm(totals.tokens * per_token if counts_tokens else hyper.divisor)
         finite = math.isfinite(norm)
-        if counts_tokens and not totals.tokens and state.plan.world.whole.rank == 0:
-            log.warning("step %d: no token counts in the losses, so the step is skipped", state.tried + 1)
+        if counts_tokens and not totals.tokens and is_first:
+            log.warning("step %d: no token counts in the losses, so the step is skipped", number)
         return {
             "loss": totals.loss,
             "grad_norm": norm,

@@ -123,8 +123,9 @@ class Accelerator(accelerate.Accelerator):
             return
         self._optimizers[-1].backwards += 1
         self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        self.engine.backward(loss, **kwargs)
-        if not self.sync_gradients:
+        # by the present number, which a script may change
+        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+        if not self.sync_gradients and not kwargs.get("retain_graph"):  # else another backward follows
             self.engine.step()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:

@@ -38,7 +38,8 @@ class StepMadeAgain:
         if not can_go_back(self._engine.plan):
             with advised(self._engine.plan):
                 return microbatch()
-        self._attempts = self._attempts or Attempts(self._retry, self._engine.state)
+        if self._attempts is None or self._attempts.state is not self._engine.state:  # else the step was interrupted
+            self._attempts, self._parts = Attempts(self._retry, self._engine.state), []
         result: list[MicrobatchResult] = []
         self._parts.append(lambda: result.append(microbatch()))
         with if_it_fails(self._forget):

@@ -8,6 +8,7 @@ If names and tensors in the files are the model's, `zero.init(..., weights=folde
 """
 
 import inspect
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -244,7 +245,11 @@ def knows_documents(model: Any) -> bool:
     state, would see earlier documents without a word.
     """
     body = inspect.getsource(type(model.base_model).forward)
-    makes_mask = "create_causal_mask" in body and "position_ids" in body
+    makes_mask = (
+        re.search(r'(create_causal_mask|mask_function)\([^)]*position_ids|"position_ids": position_ids', body)
+        is not None
+    )
+    makes_mask = makes_mask and "create_causal_mask" in body and "torch.ones" not in body  # ones: a mask of its own
     return makes_mask and {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} <= KNOWN_ATTENTION
 
 

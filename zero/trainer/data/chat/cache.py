@@ -76,8 +76,7 @@ def open_chats(
     index = array("q", (folder / INDEX_FILE).read_bytes())
     about = json.loads((folder / ABOUT_FILE).read_text())
     train, held, counts, start = list[ChatPlace](), list[ChatPlace](), Counter[str](), 0
-    lengths = list[int]()
-    least_draw = min(index[2::3])
+    lengths, draws = list[int](), list[int]()
     for end, first, draw in zip(index[::3], index[1::3], index[2::3], strict=True):
         place, start = ChatPlace(start, min(end - start, seq + 1)), end
         lengths.append(end - place.start)
@@ -85,8 +84,10 @@ def open_chats(
         if first > seq or (lengths[-1] > seq + 1 and config.long == "drop"):
             counts["left out"] += 1
             continue
-        is_held = draw < config.holdout * DRAWS or draw == least_draw  # at least one
-        (held if is_held else train).append(place)
+        (held if draw < config.holdout * DRAWS else train).append(place)
+        draws.append(draw)
+    if not held and len(train) > 1:
+        held.append(train.pop(draws.index(min(draws))))
     for share, places in (("training", train), ("validation", held)):
         if not places:
             raise ConfigError(
@@ -144,7 +145,9 @@ def _name(config: ChatConfig, tokenizer: Tokenizer, encoder: ChatEncoder, progre
 
     versions = tokenizers.__version__, transformers.__version__, sys.byteorder
     digest = hashlib.sha256(json.dumps([CACHE_FORMAT, *versions, tokenizer.end, encoder.template]).encode())
-    digest.update(hashlib.sha256(tokenizer.file.read_bytes()).digest())
+    for name in (tokenizer.file.name, "tokenizer_config.json", "special_tokens_map.json"):
+        if (settings := tokenizer.file.with_name(name)).is_file():
+            digest.update(hashlib.sha256(settings.read_bytes()).digest())
     files, done = chat_files(config.root), 0
     total = sum(file.stat().st_size for file in files)
     for file in files:

@@ -101,18 +101,30 @@ class ChatEncoder:
         for chat, where in chats:
             if chat.texts is not None:
                 continue
-            text, spans, _ = self._spans(chat, where)
-            tokens, offsets = self._tokens(text)
+            text, _, only_last = self._spans(chat, where)
+            tokens, offsets = self._tokens(text, where)
             marked = self._marked(chat, where)
-            if marked is None or len(marked.tokens) != len(tokens):
+            if marked is None or len(marked.tokens) != len(tokens) or chat.first or only_last:
                 continue
             self.marks |= any(marked.trains)
+            others = self._others(chat, text, where)
             for trains, (begin, end) in zip(marked.trains, offsets, strict=True):
-                if trains and spans and not any(span.begin <= begin and end <= span.loose_end for span in spans):
+                if trains and any(first <= begin and end <= last for first, last in others):
                     raise ConfigError(
                         f"data.path: {where}: the chat template marks {text[begin:end]!r} as the assistant's, but it "
                         "is of another role. Correct the {% generation %} of the template, or remove it."
                     )
+
+    def _others(self, chat: Chat, text: str, where: str) -> list[tuple[int, int]]:
+        """Return the characters of the messages of other roles."""
+        found_at, others = 0, list[tuple[int, int]]()
+        for message in chat.messages:
+            content = str(message["content"]).strip()
+            begin = text.find(content, found_at)
+            if content and begin >= 0:
+                found_at = begin + len(content)
+                others += [(begin, found_at)] * (message["role"] != ASSISTANT)
+        return others
 
     def encode(self, chat: Chat, where: str) -> Encoded:
         """Return the tokens of a chat.
@@ -124,17 +136,16 @@ class ChatEncoder:
             ConfigError: the template does not accept the chat, or there is none.
         """
         if chat.texts is not None:
-            prompt, completion = (self._tokens(text)[0] for text in chat.texts)
-            first = [] if prompt[:1] == self._first else self._first
-            tokens = [*first, *prompt, *completion, self._end]
-            return Encoded(tokens, [number >= len(tokens) - len(completion) - 1 for number in range(len(tokens))])
+            tokens, offsets = self._tokens("".join(chat.texts), where)
+            trains = [end > len(chat.texts[0]) for _, end in offsets]
+            first = [] if tokens[:1] == self._first else self._first
+            last = [] if tokens[-1:] == [self._end] else [self._end]
+            return Encoded([*first, *tokens, *last], [*[False] * len(first), *trains, *[True] * len(last)])
         if self.marks and not chat.first and (marked := self._marked(chat, where)) is not None:
             return marked
         text, spans, only_last = self._spans(chat, where)
-        tokens, offsets = self._tokens(text)
-        trains = [
-            begin < end and any(span.begin <= begin and end <= span.end for span in spans) for begin, end in offsets
-        ]
+        tokens, offsets = self._tokens(text, where)
+        trains = [any(span.begin <= begin and end <= span.end for span in spans) for begin, end in offsets]
         return Encoded(tokens, trains, only_last)
 
     def asked(self, text: str) -> list[int]:
@@ -144,7 +155,7 @@ class ChatEncoder:
             ConfigError: there is no template.
         """
         messages = ({"role": "user", "content": text},)
-        return self._tokens(self._text(Chat(messages), messages, "a prompt", add_generation_prompt=True))[0]
+        return self._tokens(self._text(Chat(messages), messages, "a prompt", add_generation_prompt=True), "a prompt")[0]
 
     def shown(self, encoded: Encoded) -> Iterator[tuple[str, bool]]:
         """Yield the parts of a chat's text, and whether they train."""
@@ -173,8 +184,12 @@ class ChatEncoder:
         spans: list[TurnSpan] = []
         for number in turns:
             begin = self._beginning(chat, messages[:number], where)
-            end = whole if number == len(messages) - 1 else self._text(chat, messages[: number + 1], where)
-            if begin is None or not (whole.startswith(end) and end.startswith(begin)):
+            end = (
+                whole
+                if number == len(messages) - 1
+                else self._beginning(chat, messages[: number + 1], where, turn=False)
+            )
+            if begin is None or end is None or not (whole.startswith(end) and end.startswith(begin)):
                 break
             spans.append(self._span(whole, len(begin), len(end)))
         else:
@@ -185,14 +200,20 @@ class ChatEncoder:
         matches = begin is not None and whole.startswith(begin)
         return whole, [self._span(whole, len(begin or ""), len(whole))] if matches else [], True
 
-    def _beginning(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str) -> str | None:
-        """Return the text before a turn of the assistant; None if the template does not accept these messages."""
+    def _beginning(
+        self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str, *, turn: bool = True
+    ) -> str | None:
+        """Return the text of the first messages; None if the template does not accept these alone.
+
+        Args:
+            turn: also the text that begins a turn of the assistant.
+        """
         asked = ({"role": "user", "content": "x"},)
         try:
             if not messages:  # which no template accepts: what it adds behind a question
                 whole = self._text(chat, asked, where, add_generation_prompt=True)
                 return whole.removeprefix(self._text(chat, asked, where))
-            return self._text(chat, messages, where, add_generation_prompt=True)
+            return self._text(chat, messages, where, add_generation_prompt=turn)
         except ConfigError:
             return None
 
@@ -208,9 +229,12 @@ class ChatEncoder:
     def _specials(self) -> list[str]:
         return [str(token) for token in self._tokenizer.added_tokens_encoder]
 
-    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokens(self, text: str, where: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text, without special tokens around it, and the characters of each."""
-        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        try:
+            made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except TypeError as error:  # of the tokenizer, for a lone surrogate
+            raise ConfigError(f"data.path: {where} holds text that is not valid: {in_short(error)}") from error
         return made["input_ids"], made["offset_mapping"]
 
     def _text(self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str, **how: Any) -> str:

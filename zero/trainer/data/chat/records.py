@@ -110,7 +110,7 @@ def _of_parquet(file: Path) -> Iterator[Record]:
     try:
         for batch in parquet.ParquetFile(file).iter_batches(RECORDS_PER_READ):
             for fields in batch.to_pylist():
-                yield Record(fields, f"{file}, row {number}")
+                yield Record(_without_nulls(fields), f"{file}, row {number}")
                 number += 1
     except Exception as error:  # Arrow raises its own errors for damaged files
         raise ConfigError(f"data.path: {file}, row {number}: Arrow cannot read it: {in_short(error)}") from error
@@ -125,7 +125,14 @@ def _of_dataset(root: Path) -> Iterator[Record]:
     except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
         raise ConfigError(f"data.path={root}: datasets cannot read it: {in_short(error)}") from error
     for number, fields in enumerate(rows):
-        yield Record(fields, f"{root}, row {number}")
+        yield Record(_without_nulls(fields), f"{root}, row {number}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without the fields that other rows have, which it fills with nulls."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 # Formats
@@ -153,18 +160,42 @@ def _messages(values: object, where: str) -> list[dict[str, Any]]:
         raise ConfigError(f"data.path: {where}: messages are {type(values).__name__}, not a list of messages.")
     messages = []
     for value in values:
-        role = value.get("role", value.get("from")) if isinstance(value, Mapping) else None
-        if role not in ROLES:
+        fields = {name: each for name, each in value.items() if each is not None} if isinstance(value, Mapping) else {}
+        role = fields.pop("role", None) or fields.get("from")
+        if not isinstance(role, str) or role not in ROLES:
             shown = f"the role {role!r}" if role is not None else "no role"
             raise ConfigError(f"data.path: {where}: a message has {shown}. Known are {some(list(ROLES))}.")
-        others = {name: each for name, each in value.items() if each is not None and name not in ("from", "value")}
-        message = {**others, "role": ROLES[role], "content": value.get("content", value.get("value"))}
-        if message["content"] is None:
-            message["content"] = ""
+        content = _content(fields.pop("content", fields.get("value", "")), where)
+        others = {name: each for name, each in fields.items() if name not in ("from", "value")}
+        message = {**others, "role": ROLES[role], "content": content}
         if "tool_calls" in message:
-            message["tool_calls"] = [_with_read_arguments(call) for call in message["tool_calls"]]
+            calls = _read(message["tool_calls"], "tool_calls", where)
+            if not isinstance(calls, list):
+                raise ConfigError(f"data.path: {where}: tool_calls are {type(calls).__name__}, not a list.")
+            message["tool_calls"] = [_with_read_arguments(call) for call in calls]
         messages.append(message)
     return messages
+
+
+def _content(content: object, where: str) -> str:
+    """Return the text of a message, which may be a list of parts."""
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    if not isinstance(content, str):
+        raise ConfigError(f"data.path: {where}: a message holds {type(content).__name__}, not text or parts of text.")
+    return content
+
+
+def _read(value: Any, name: str, where: str) -> Any:
+    """Return a value that files may have as a text of JSON; None for an empty text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ConfigError(f"data.path: {where}: {name} are not JSON: {in_short(error)}") from error
 
 
 def _with_read_arguments(call: Any) -> Any:
@@ -180,13 +211,8 @@ def _with_read_arguments(call: Any) -> Any:
 
 
 def _with_tools(chat: Chat, fields: Mapping[str, Any], where: str) -> Chat:
-    tools, arguments = fields.get("tools"), fields.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise ConfigError(f"data.path: {where}: tools are not JSON: {in_short(error)}") from error
-    return chat._replace(tools=tools or None, arguments=arguments)
+    tools, arguments = (_read(fields.get(name), name, where) for name in ("tools", "chat_template_kwargs"))
+    return chat._replace(tools=tools or None, arguments=arguments or {})
 
 
 def _of_prompt(fields: Mapping[str, Any], where: str) -> Chat:

@@ -13,6 +13,7 @@ peft = pytest.importorskip("peft")
 import train  # noqa: E402
 from tests.trainer.test_chat import chats, model_folder  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
+from zero.trainer import finetune as finetune_module  # noqa: E402
 from zero.trainer.commands import export_checkpoint  # noqa: E402
 from zero.trainer.finetune import finetune  # noqa: E402
 
@@ -77,6 +78,17 @@ def test_a_plan_says_what_a_real_model_takes(recipe, machine, folder, here, caps
     said = capsys.readouterr().out
     assert said.startswith("fits: ")
     assert "limits of the step: " in said
+
+
+@pytest.mark.parametrize(
+    "value", ["/d/chats (1).jsonl", "lr=1e-5", "it's", "a,b", "x{1}", "a b", "1e-5", "nvme", "\\'"]
+)
+def test_a_value_of_a_call_is_read_as_it_is(value):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    [override] = OverridesParser.create().parse_overrides([f"key={finetune_module.in_hydra(value)}"])
+    assert str(override.value()).strip("'") == value.strip("'") or override.value() == float(value)
+    assert not override.is_sweep_override()
 
 
 def test_a_call_is_the_same_run_and_its_export(folder, monkeypatch):

@@ -76,6 +76,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Return the model that trains itself: its calls run the engine from the `prepare` of its optimizer on.
 
+        A model that is only evaluated needs `evaluation_mode=True`, or no parameter that requires a gradient.
+
         Raises:
             ConfigError: another model trains already.
         """

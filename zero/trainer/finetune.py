@@ -4,6 +4,7 @@ folder = finetune(model="path/to/llama", data="chats.jsonl", output="mine", epoc
 model = transformers.AutoModelForCausalLM.from_pretrained(folder)
 """
 
+import re
 import subprocess
 import sys
 from os import PathLike
@@ -40,13 +41,25 @@ def finetune(
     out = Path(output)
     if out.exists():
         raise ConfigError(f"output={out} exists. Give a new folder.")
-    words = [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
-    _zero_train(
-        f"experiment={recipe}", f"model.path={model}", f"data.path={data}", f"hydra.run.dir={out / RUN}", *words
-    )
+    words = [f"{name.replace('__', '.')}={in_hydra(value)}" for name, value in settings.items()]
+    where = f"model.path={in_hydra(model)}", f"data.path={in_hydra(data)}", f"hydra.run.dir={in_hydra(out / RUN)}"
+    _zero_train(f"experiment={recipe}", *where, *words)
     adapts = "lora" in recipe or bool(settings.get("model__lora__rank"))
     _zero_train("export", str(out / RUN), "--to", "peft" if adapts else "hf", "--out", str(out / EXPORTED))
     return out / EXPORTED
+
+
+def in_hydra(value: Any) -> str:
+    """Return a value as Hydra's grammar reads it on a command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(in_hydra, value))}]"
+    text = str(value)
+    if re.fullmatch(r"[\w./:+-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _zero_train(*words: str) -> None:

@@ -149,11 +149,10 @@ class ChatEncoder:
         return Encoded(tokens, trains, only_last)
 
     def asked(self, text: str) -> list[int]:
-        """Return the tokens of a user's message, up to where the assistant's answer begins.
-
-        Raises:
-            ConfigError: there is no template.
-        """
+        """Return the tokens of a user's message, up to where the answer begins; without a template of the text."""
+        if not self.template:
+            tokens = self._tokens(text, "a prompt")[0]
+            return tokens if tokens[:1] == self._first else [*self._first, *tokens] or [self._end]
         messages = ({"role": "user", "content": text},)
         return self._tokens(self._text(Chat(messages), messages, "a prompt", add_generation_prompt=True), "a prompt")[0]
 

@@ -539,7 +539,7 @@ class _Backend:
 @pytest.mark.parametrize("backend_of", [_Backend, lambda: partial(_Backend(), inputs=[]), lambda: _Backend().__call__])
 def test_ranks_agree_on_a_backend_that_is_an_object_of_each(backend_of):
     def begun(world: World) -> bool:
-        with zero.empty():
+        with world.exclusive(), zero.empty():
             model = nn.Linear(2, 2)
         plan = zero.Plan(model, optimizer=zero.sgd(0.1), world=world, compile=backend_of())
         zero.init(plan, zero.open_store(plan), seed=0).close()

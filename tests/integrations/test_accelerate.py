@@ -186,7 +186,7 @@ def test_two_processes_train_as_ddp_does(name):
 
 
 def test_a_saved_state_goes_on(tmp_path):
-    """Moments, schedule and generators included; and another Accelerator's folder is refused."""
+    """The state has moments, schedule and generators. A folder without it raises an error."""
     kind, loss_of = SCRIPTS["causal language model"]
 
     def steps(accelerator, parts, count):

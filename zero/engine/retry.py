@@ -9,6 +9,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -169,7 +170,7 @@ def advised(plan: Plan) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            ways = " or ".join([text for text, _ in lower_plans(plan)][:2]) or "a smaller batch.micro"
+            ways = " or ".join(text for text, _ in islice(lower_plans(plan), 2)) or "a smaller batch.micro"
             error.add_note(f"Start again from the last checkpoint with {ways}.")
         raise
 

@@ -29,6 +29,7 @@ from zero.errors import ConfigError, MachineError, in_short
 from zero.platform.installed import require_hf
 from zero.progress import Progress
 from zero.trainer.data.cached import ABOUT_FILE, agreed_folder, published
+from zero.trainer.data.json_lines import json_lines
 from zero.trainer.data.source import SAVED, HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
 from zero.trainer.data.tokenizer import Tokenizer
 
@@ -222,20 +223,10 @@ def _of_text(file: TextFile) -> Iterator[_Piece]:
 
 
 def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
-    with file.path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{file.path}, line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"data.path: {where} is not JSON: {in_short(error)}") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f"data.path: {where} is not a record such as {{{config.column!r}: ..}}")
-            if not isinstance(record.get(config.column), str):
-                raise _no_text_in(config, where, {name: type(value).__name__ for name, value in record.items()})
-            yield from _of_value(record[config.column], where)
+    for where, record in json_lines(file.path, f"{{{config.column!r}: ..}}"):
+        if not isinstance(record.get(config.column), str):
+            raise _no_text_in(config, where, {name: type(value).__name__ for name, value in record.items()})
+        yield from _of_value(record[config.column], where)
 
 
 def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:

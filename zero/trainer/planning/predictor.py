@@ -4,6 +4,7 @@ Nothing is measured or traced then, so only the ratio of two predictions is of u
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from zero.core.activations import ACTIVATIONS
 from zero.engine.plan import Plan
@@ -16,15 +17,22 @@ from zero.trainer.planning.traces.tracing import Traced
 
 
 def predictor(config: Config, plan: Plan, activations: ActivationTraces) -> Callable[[Plan], float]:
-    """Return a function that predicts the seconds of a step of a plan, at rates assumed for the machine. Collective.
+    """Return a function that predicts the seconds of a step of a plan, at rates assumed for the machine.
+
+    The machine is read at the first prediction, which few runs need. The prediction is for a run of one rank.
 
     Args:
         config: the settings of the run; the batch is in numbers.
         plan: the first plan of the run.
     """
-    machine = Machine.of(config, plan.world)
-    traced = activations.resolved(config).of(config.batch.numbers()[1], machine.device)
-    return seconds_of_moves(plan, traced, assumed(config, machine))
+
+    @cache
+    def made() -> Callable[[Plan], float]:
+        machine = Machine.of(config, plan.world)
+        traced = activations.resolved(config).of(config.batch.numbers()[1], machine.device)
+        return seconds_of_moves(plan, traced, assumed(config, machine))
+
+    return lambda moved: made()(moved)
 
 
 def seconds_of_moves(first: Plan, traced: Traced, rates: Rates) -> Callable[[Plan], float]:

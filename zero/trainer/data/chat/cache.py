@@ -43,6 +43,11 @@ def check_chats(config: ChatConfig) -> None:
     Raises:
         ConfigError: the message has one line and names the key as the user types it.
     """
+    _checked(config)
+
+
+def _checked(config: ChatConfig) -> ChatEncoder:
+    """Return the encoder, with which the first chats were read."""
     end = Tokenizer(config.tokenizer, config.end).end
     if not config.root.exists():
         raise ConfigError(f"data.path={config.path} does not exist. Give a JSONL or Parquet file of chats.")
@@ -52,6 +57,7 @@ def check_chats(config: ChatConfig) -> None:
         raise ConfigError(f"data.path={config.path} holds no chat.")
     encoder.compare(first)
     encoder.encode(*first[0])
+    return encoder
 
 
 def open_chats(
@@ -128,8 +134,7 @@ def _about(about: dict[str, Any], counts: Counter[str], train: int, held: int, l
 
 def _found_or_made(config: ChatConfig, tokenizer: Tokenizer, progress: Progress) -> Path:
     try:
-        check_chats(config)
-        encoder = ChatEncoder(config.tokenizer, config.template, tokenizer.end)
+        encoder = _checked(config)
         folder = config.cached.absolute() / _name(config, tokenizer, encoder, progress)
         if not folder.is_dir():
             published(folder, TOKENS_FILE, partial(_make, config, encoder, progress=progress))
@@ -194,17 +199,15 @@ def _make(config: ChatConfig, encoder: ChatEncoder, folder: Path, *, progress: P
 
 def _compared(config: ChatConfig, encoder: ChatEncoder, formats: Counter[str]) -> Iterator[tuple[Record, Chat]]:
     """Yield all records with their chats. Before the first one, the masks of the first ones are compared."""
-    every, early = records(config.root), list[tuple[Record, Chat]]()
-    for record in every:
-        name, chat = chat_of(record)
-        formats[name] += 1
-        if len(early) < COMPARED:
-            early.append((record, chat))
-        if len(early) == COMPARED:
-            break
+
+    def read() -> Iterator[tuple[Record, Chat]]:
+        for record in records(config.root):
+            name, chat = chat_of(record)
+            formats[name] += 1
+            yield record, chat
+
+    every = read()
+    early = [*islice(every, COMPARED)]
     encoder.compare([(chat, record.where) for record, chat in early])
     yield from early
-    for record in every:
-        name, chat = chat_of(record)
-        formats[name] += 1
-        yield record, chat
+    yield from every

@@ -42,11 +42,10 @@ class Encoded(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """The characters of a turn in the text of a chat: of what trains, and of that with the white space behind it."""
+    """The characters of a turn that train in the text of a chat."""
 
     begin: int
     end: int
-    loose_end: int
 
 
 class ChatEncoder:
@@ -84,6 +83,7 @@ class ChatEncoder:
                 raise ConfigError(f"data.template={template} cannot be read: {in_short(error)}") from error
         self._path, self._end = path, end
         self.template, self.marks = self._tokenizer.chat_template or "", False
+        self._specials = [str(token) for token in self._tokenizer.added_tokens_encoder]
         begins = self._tokenizer("")["input_ids"][:1]
         self._first = begins if begins == [self._tokenizer.bos_token_id] else []
 
@@ -107,24 +107,13 @@ class ChatEncoder:
             if marked is None or len(marked.tokens) != len(tokens) or chat.first or only_last:
                 continue
             self.marks |= any(marked.trains)
-            others = self._others(chat, text, where)
+            others = _others(chat, text)
             for trains, (begin, end) in zip(marked.trains, offsets, strict=True):
                 if trains and any(first <= begin and end <= last for first, last in others):
                     raise ConfigError(
                         f"data.path: {where}: the chat template marks {text[begin:end]!r} as the assistant's, but it "
                         "is of another role. Correct the {% generation %} of the template, or remove it."
                     )
-
-    def _others(self, chat: Chat, text: str, where: str) -> list[tuple[int, int]]:
-        """Return the characters of the messages of other roles."""
-        found_at, others = 0, list[tuple[int, int]]()
-        for message in chat.messages:
-            content = str(message["content"]).strip()
-            begin = text.find(content, found_at)
-            if content and begin >= 0:
-                found_at = begin + len(content)
-                others += [(begin, found_at)] * (message["role"] != ASSISTANT)
-        return others
 
     def encode(self, chat: Chat, where: str) -> Encoded:
         """Return the tokens of a chat.
@@ -220,13 +209,9 @@ class ChatEncoder:
         """Return a span without white space behind the token that ends a turn."""
         stripped = len(text[:end].rstrip())
         ends = stripped > begin and any(text.endswith(token, begin, stripped) for token in self._specials)
-        return TurnSpan(begin, stripped if ends else end, end)
+        return TurnSpan(begin, stripped if ends else end)
 
     # -- the tokenizer -------------------------------------------------------------------------------------------------
-
-    @property
-    def _specials(self) -> list[str]:
-        return [str(token) for token in self._tokenizer.added_tokens_encoder]
 
     def _tokens(self, text: str, where: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text, without special tokens around it, and the characters of each."""
@@ -248,3 +233,15 @@ class ChatEncoder:
             return self._tokenizer.apply_chat_template(messages, tools=chat.tools, **chat.arguments, **how)
         except Exception as error:  # Jinja's errors, and those of the template's own code
             raise ConfigError(f"data.path: {where}: the chat template fails: {in_short(error)}") from error
+
+
+def _others(chat: Chat, text: str) -> list[tuple[int, int]]:
+    """Return the characters of the messages of other roles than the assistant's in the text of a chat."""
+    after, others = 0, list[tuple[int, int]]()
+    for message in chat.messages:
+        content = str(message["content"]).strip()
+        begin = text.find(content, after)
+        if content and begin >= 0:
+            after = begin + len(content)
+            others += [(begin, after)] * (message["role"] != ASSISTANT)
+    return others

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from zero.core.suggest import some
 from zero.errors import ConfigError, in_short
 from zero.platform.installed import require_hf
+from zero.trainer.data.json_lines import json_lines
 from zero.trainer.data.source import SAVED
 
 LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
@@ -82,24 +83,10 @@ def records(root: Path) -> Iterator[Record]:
         if file.suffix in PARQUET:
             yield from _of_parquet(file)
         elif file.suffix in LINES:
-            yield from _of_lines(file)
+            for where, fields in json_lines(file, "{'messages': ..}"):
+                yield Record(fields, where)
         else:
             raise ConfigError(f"data.path={file} is neither .jsonl nor .parquet. Write one chat in a line of JSON.")
-
-
-def _of_lines(file: Path) -> Iterator[Record]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"data.path: {where} is not JSON: {in_short(error)}") from error
-            if not isinstance(fields, dict):
-                raise ConfigError(f"data.path: {where} is not a record such as {{'messages': ..}}")
-            yield Record(fields, where)
 
 
 def _of_parquet(file: Path) -> Iterator[Record]:

@@ -17,10 +17,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from zero.core.suggest import meant
 from zero.distributed.world import World, open_world
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
+from zero.integrations.foreign_loop import STATE_FOLDER, check_plan_settings, check_precision, new_engine
 from zero.integrations.trainer_accelerator import EngineOptimizer
 from zero.user_loop.engine import Engine
 
@@ -47,11 +46,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = {"stage": 2} | dict(zero or {})
-        for key in self._plan_settings:
-            if key not in PLAN_SETTINGS:
-                raise ConfigError(
-                    f"zero={{{key!r}: ...}} is not a setting of the engine{meant(key, PLAN_SETTINGS) or '.'}"
-                )
+        check_plan_settings(self._plan_settings, "Accelerator(...)")
         super().__init__(*args, **kwargs)
         if self.distributed_type not in (accelerate.DistributedType.NO, *_PLAIN):
             raise ConfigError(

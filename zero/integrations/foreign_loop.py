@@ -8,6 +8,7 @@ from torch import nn
 
 from zero.core.optim import Transform
 from zero.core.precision import Precision
+from zero.core.suggest import meant
 from zero.distributed.world import World
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
@@ -23,6 +24,20 @@ PLAN_SETTINGS = (
     *("stage", "precision", "offload", "units", "bucket", "prefetch", "keep", "activations", "compile", "update"),
     *("gather", "reduce", "shard", "weights"),
 )
+
+
+def check_plan_settings(settings: Mapping[str, Any], elsewhere: str) -> None:
+    """Raise ConfigError for a key of `zero={...}` that is no setting of the engine.
+
+    Args:
+        elsewhere: where the loop takes its own settings.
+    """
+    for key in settings:
+        if key not in PLAN_SETTINGS:
+            raise ConfigError(
+                f"zero={{{key!r}: ...}} is not a setting of the engine{meant(key, PLAN_SETTINGS) or '.'} Choose "
+                f"from {', '.join(PLAN_SETTINGS)}, or write it in {elsewhere}."
+            )
 
 
 def check_precision(loop: str, settings: Mapping[str, Any], names: tuple[str, str]) -> None:

@@ -20,10 +20,9 @@ import transformers
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
-from zero.core.suggest import meant
 from zero.distributed.world import World, open_world
 from zero.errors import CheckpointError, ConfigError
-from zero.integrations.foreign_loop import PLAN_SETTINGS, STATE_FOLDER, check_precision, new_engine
+from zero.integrations.foreign_loop import STATE_FOLDER, check_plan_settings, check_precision, new_engine
 from zero.integrations.trainer_accelerator import TrainerAccelerator
 from zero.user_loop.engine import Engine
 from zero.user_loop.full_models import full_on_this_rank
@@ -77,12 +76,7 @@ class ZeroTrainerMixin(_Base):
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = dict(zero or {})
-        for key in self._plan_settings:
-            if key not in PLAN_SETTINGS:
-                raise ConfigError(
-                    f"zero={{{key!r}: ...}} is not a setting of the engine{meant(key, PLAN_SETTINGS) or '.'} Choose "
-                    f"from {', '.join(PLAN_SETTINGS)}, or write it in TrainingArguments."
-                )
+        check_plan_settings(self._plan_settings, "TrainingArguments")
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -303,10 +303,12 @@ def test_ctrl_c_before_anything_was_saved_says_what_would_have(here, monkeypatch
     monkeypatch.setattr(job, "run", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train.main([*TINY, f"checkpoint.every={every}"]) == 130
-    advice = "" if every else "set checkpoint.every=100, or "
-    assert capsys.readouterr().err == (
-        f"\nstopped by SIGINT. Nothing was saved. To save, {advice}stop the run with SIGTERM, not with Ctrl-C\n"
+    advice = (
+        "The first Ctrl-C during the steps saves, and a second one ends the run"
+        if every
+        else "Set checkpoint.every=100: then the first Ctrl-C during the steps saves"
     )
+    assert capsys.readouterr().err == f"\nstopped by SIGINT. Nothing was saved. {advice}\n"
 
 
 def test_endless_skips_end_a_run_with_a_row_that_shows_them(here, monkeypatch, capsys):
@@ -547,6 +549,25 @@ def test_a_rank_that_was_killed_is_named_with_what_the_ranks_held(here):
 
 
 @pytest.mark.process
+def test_ctrl_c_saves_where_the_run_has_checkpoints(here):
+    arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2", "checkpoint.every=50000"]
+    with subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        folder = _after_a_step(running, here)
+        os.killpg(running.pid, signal.SIGINT)
+        out, said = running.communicate(timeout=LONG_S)
+    assert running.returncode == 75
+    assert out.count("Ctrl-C: the run finishes this step and saves") == 1
+    assert said.startswith("stopped by a signal after step")
+    assert said.count("\n") == 1
+    summary = summary_of(folder)
+    assert Path(summary["checkpoint"]).is_dir()
+    assert not _alive_after(running.pid)
+
+
+@pytest.mark.process
 def test_ctrl_c_is_one_line_and_exit_code_130(here):
     arguments = [*TINY, "steps=100000", "val.every=0", "launch.ranks=2"]
     with subprocess.Popen(
@@ -557,7 +578,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(here):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: parent and ranks alike
         _, said = running.communicate(timeout=LONG_S)
     assert running.returncode == 130
-    assert said.startswith("stopped by SIGINT. Nothing was saved. To save, set checkpoint.every=100")
+    assert said.startswith("stopped by SIGINT. Nothing was saved. Set checkpoint.every=100")
     assert said.count("\n") == 1
     assert not _alive_after(running.pid)
     summary = summary_of(folder)

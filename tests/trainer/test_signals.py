@@ -45,6 +45,9 @@ SITES: dict[str, tuple[type, str]] = {
     "load": (ShardReader, "read"),
 }
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+IN_A_STEP = ("forward", "backward")
+"""Sites that are called during the steps only, where the first Ctrl-C saves."""
+
 STOPS = 6
 STEPS, EVERY = 2 * STOPS + 8, 2
 """A start that is stopped makes at most two steps."""
@@ -153,6 +156,19 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_one_that_never_was(he
     assert not [path.name for path in here.iterdir() if not path.name.startswith(("stopped", "undisturbed"))]
 
 
+def test_ctrl_c_saves_and_a_second_one_ends_the_run_at_once(here: Path, at_a_terminal: None) -> None:
+    undisturbed, stopped = Starts(here / "undisturbed"), Starts(here / "stopped")
+    most = counted(undisturbed)
+    for site in IN_A_STEP:
+        with disturbed(Moment(site, most[site] - 1, signal.SIGINT)):
+            assert stopped.start() == 75
+    first = Moment("forward", 1, signal.SIGINT)
+    with disturbed(first), disturbed(Moment("save", 1, signal.SIGINT)), pytest.raises(Interrupted, match="SIGINT"):
+        stopped.start()
+    assert stopped.start() == 0
+    assert stopped.bits() == undisturbed.bits()
+
+
 def train_disturbed(config: Any, folder: Path) -> Any:
     """One rank in a process of its own."""
     moment = Moment(*json.loads(os.environ[MOMENT]))
@@ -164,10 +180,11 @@ def train_disturbed(config: Any, folder: Path) -> Any:
 def test_it_does_not_matter_whom_of_two_ranks_the_signal_reaches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, or the parent of both: all save after the same step."""
     choose = random.Random(1)
-    undisturbed, stopped = (Starts(here / name, "launch.ranks=2", "steps=9") for name in ("undisturbed", "stopped"))
-    for to_parent in (False, True):
-        site = choose.choice(("forward", "backward", "update", "paging"))
-        moment = Moment(site, choose.randrange(1, 9), choose.choice(SIGNALS), choose.randrange(2), to_parent)
+    undisturbed, stopped = (Starts(here / name, "launch.ranks=2", "steps=15") for name in ("undisturbed", "stopped"))
+    for to_parent, by_ctrl_c in itertools.product((False, True), repeat=2):
+        site = choose.choice(IN_A_STEP if by_ctrl_c else ("forward", "backward", "update", "paging"))
+        signum = signal.SIGINT if by_ctrl_c else choose.choice(SIGNALS)
+        moment = Moment(site, choose.randrange(1, 9), signum, choose.randrange(2), to_parent)
         print(moment)
         with monkeypatch.context() as patched:
             patched.setattr(train, "train", train_disturbed)
@@ -228,7 +245,7 @@ def test_ctrl_c_while_something_is_imported_ends_the_run_with_its_line(here: Pat
     ranks = f"launch.ranks={1 if whose == 'the only rank' else 2}"
     exit_code, said = interrupted(here, module, train.__file__, *TINY, ranks, in_a_rank=whose == "a rank")
     assert exit_code == 130, said
-    assert said.startswith("stopped by SIGINT. Nothing was saved. To save, stop the run with SIGTERM"), said
+    assert said.startswith("stopped by SIGINT. Nothing was saved. The first Ctrl-C during the steps saves"), said
     assert len(said.splitlines()) == 1
 
 

@@ -90,9 +90,9 @@ def _going_on(arguments: Sequence[str], folder: Path | None) -> str:
         return ""
     if newest := last_saved(folder):
         return f". Continue with: {suggest.command(arguments, resume=os.path.relpath(newest))}"
-    every = mapping(config.get("checkpoint")).get("every")
-    advice = "" if every else "set checkpoint.every=100, or "
-    return f". Nothing was saved. To save, {advice}stop the run with SIGTERM, not with Ctrl-C"
+    if mapping(config.get("checkpoint")).get("every"):
+        return ". Nothing was saved. The first Ctrl-C during the steps saves, and a second one ends the run"
+    return ". Nothing was saved. Set checkpoint.every=100: then the first Ctrl-C during the steps saves"
 
 
 def _by_name(train: "Train") -> "Train":

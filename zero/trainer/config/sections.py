@@ -129,7 +129,7 @@ class CheckpointSection(Section):
     )
     every: Natural = key(
         0,
-        "save after every so many steps and after the last; 0: only when stopped",
+        "save after every so many steps, after the last and when stopped; 0: only when SIGTERM stops the run",
         unit="steps",
         trades="work lost in a crash against time for saving",
         example="100",

@@ -47,6 +47,7 @@ FINAL = (2, 3, 4, 6, 75)
 """Exit codes after which ranks are not restarted: errors of settings, environment, checkpoints and numbers, which
 would occur again, and a requested stop."""
 
+_PASSED_ON: Mapping[int, int] = {**dict.fromkeys(STOP_SIGNALS, signal.SIGUSR1), signal.SIGINT: signal.SIGINT}
 _NOTE_S = 0.5  # seconds to wait after a failure, because the cause may be a rank that ends a little later
 _LATE_S = 2.0  # seconds by which the parent waits longer than a rank, because the rank's message is more precise
 _PR_SET_PDEATHSIG = 1  # as prctl.h numbers it
@@ -101,7 +102,8 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, processes: Process
     job = _Job(entry, args, ranks, store.port, processes, board, max_restarts)
     children: list[BaseProcess] = []
     send = partial(_send, children)
-    request = Request(processes.grace_s + _LATE_S, lambda: send(signal.SIGUSR1))
+    # A rank that cannot save yet ends at SIGINT, so the parent passes it on and waits. The ranks know no SIGTERM.
+    request = Request(processes.grace_s + _LATE_S, lambda signum: send(_PASSED_ON[signum]), accepts_sigint=True)
     with (
         environ(environment(ranks, processes)),
         request.handling(*STOP_SIGNALS, *FATAL_SIGNALS, signal.SIGINT),
@@ -140,8 +142,8 @@ def _attempt(job: _Job, attempt: int, children: list[BaseProcess], request: Requ
             for child in children:
                 child.start()
         sender.close()  # now the pipe ends when the ranks have ended
-        if request.is_made:  # the request came before the children
-            _send(children, signal.SIGUSR1)
+        if request.signum is not None:  # the request came before the children
+            _send(children, _PASSED_ON[request.signum])
         memory.read()  # a rank may be killed before the first reading of the thread
         with repeating(memory.read, EVERY_S, name="memory"):
             exit_codes, results = _await_ends(children, job.board, receiver)

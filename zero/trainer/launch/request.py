@@ -1,7 +1,7 @@
 """Handlers of signals that request a run to stop, or its ranks to write their stacks.
 
 SIGTERM and SIGUSR1 request a stop: `preempted` then returns true in the rank, and `entry` has `grace_s` seconds to
-return.
+return. After `save_on_sigint` a first SIGINT requests a stop too, without a limit of time.
 
 Every other signal that ends a run ends it immediately, and the message names the signal.
 
@@ -11,6 +11,7 @@ stacks that change, and the rank could crash. The parent passes SIGUSR2 on to al
 """
 
 import faulthandler
+import math
 import os
 import select
 import signal
@@ -31,38 +32,75 @@ FATAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
 adds it."""
 
 _PAUSE_S = 0.05
+_SAVING = b"\nCtrl-C: the run finishes this step and saves. Press Ctrl-C again to end it at once.\n"
 
 
 def preempted() -> bool:
-    """Return whether a stop was requested, by SIGTERM or SIGUSR1 to this rank or to the parent that called `launch`.
+    """Return whether a signal to this rank or to the parent that called `launch` requested a stop.
 
-    The rank then has `grace_s` seconds to agree with the other ranks, save, and return from `entry`.
+    The rank then agrees with the other ranks, saves, and returns from `entry`.
     """
+    request = _installed()
+    return request is not None and request.is_made
+
+
+def save_on_sigint(*, announces: bool) -> None:
+    """Let a first SIGINT request a stop from now on, if this process handles requests; a second one ends the run.
+
+    Args:
+        announces: print a line when it arrives.
+    """
+    if (request := _installed()) is not None:
+        request.accept_sigint(announces=announces)
+
+
+def _installed() -> "Request | None":
     handler = signal.getsignal(signal.SIGTERM)
-    return isinstance(handler, Request) and handler.is_made
+    return handler if isinstance(handler, Request) else None
 
 
 class Request:
-    """A request to this process to stop. The object handles the signals, and the timer that a request starts."""
+    """A request to this process to stop. The object handles the signals, and the timer that SIGTERM starts.
 
-    def __init__(self, grace_s: float, pass_on: Callable[[], None] = lambda: None) -> None:
-        self._grace_s, self._pass_on = grace_s, pass_on
-        self._made_s: float | None = None
+    Args:
+        grace_s: seconds between SIGTERM or SIGUSR1 and the end.
+        pass_on: called with the first signal of a request.
+        accepts_sigint: whether a first SIGINT is a request.
+    """
+
+    def __init__(
+        self, grace_s: float, pass_on: Callable[[int], None] = lambda _: None, *, accepts_sigint: bool = False
+    ) -> None:
+        self._grace_s, self._pass_on, self._accepts_sigint = grace_s, pass_on, accepts_sigint
+        self._announces, self._deadline_s = False, math.inf
+        self.signum: int | None = None
+        """The signal that requested the stop; None: no request."""
 
     @property
     def is_made(self) -> bool:
-        return self._made_s is not None
+        return self.signum is not None
 
     @property
     def is_late(self) -> bool:
-        return self._made_s is not None and time.monotonic() > self._made_s + self._grace_s
+        return time.monotonic() > self._deadline_s
 
-    def make(self) -> bool:
-        """Record a request; returns whether it is the first. Others may follow if a scheduler signals every process."""
-        is_first = not self.is_made
-        if is_first:
-            self._made_s = time.monotonic()
-        return is_first
+    def make(self, signum: int) -> bool:
+        """Record a request. Returns whether it differs from the last, because a scheduler may signal every process."""
+        limited = signum in STOP_SIGNALS and self._deadline_s == math.inf
+        if self.is_made and not limited:
+            return False
+        self.signum = signum
+        if limited:
+            self._deadline_s = time.monotonic() + self._grace_s
+        elif self._announces:
+            os.write(1, _SAVING)  # a signal may arrive while stdout's buffer is being written; stderr may be a log
+        return True
+
+    def accept_sigint(self, *, announces: bool) -> None:
+        """Let a first SIGINT request a stop from now on; `announces`: print a line then."""
+        self._accepts_sigint, self._announces = True, announces
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self)
 
     @contextmanager
     def handling(self, *signals: int) -> Iterator[None]:
@@ -78,9 +116,13 @@ class Request:
 
     def __call__(self, signum: int, _: object) -> None:
         if signum in STOP_SIGNALS:
-            if self.make():
+            if self.make(signum):
                 signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-                self._pass_on()
+                self._pass_on(signum)
+            return
+        if signum == signal.SIGINT and self._accepts_sigint and not self.is_made:
+            self.make(signum)
+            self._pass_on(signum)
             return
         is_late = signum == signal.SIGALRM and self.is_late
         interrupted = Interrupted(signal.SIGTERM, self._late("the run")) if is_late else Interrupted(signum)
@@ -124,8 +166,8 @@ class RankRequest(Request):
             for signum in os.read(self._signals_fd, 64) if ready else b"":
                 if signum == signal.SIGUSR2:
                     faulthandler.dump_traceback()
-                elif signum in STOP_SIGNALS:
-                    self.make()
+                else:
+                    self.make(signum)
             if self.is_late and not self._has_returned:
                 self._end()
 

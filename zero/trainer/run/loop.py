@@ -24,7 +24,7 @@ from zero.tracker.run_record import RECORDED, RunRecord
 from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data, slice_of
-from zero.trainer.launch import describe, preempted
+from zero.trainer.launch import describe, preempted, save_on_sigint
 from zero.trainer.planning import against_measured, measured
 from zero.trainer.run.evaluate import sample_text, validation_loss
 from zero.trainer.run.resume import starts_before
@@ -122,6 +122,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return
         if first > self._last:
             self._tracker.note(f"the checkpoint is at step {first - 1} of {self._last}: nothing is left to train")
+        if self._config.checkpoint.every > 0 or self._config.checkpoint.dir is not None:
+            save_on_sigint(announces=self._world.rank == 0)
         self._recorded = step_to_record(first - 1 + RECORDED, self._last, self._is_followed)
         for number in range(first, self._last + 1):
             yield number

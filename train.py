@@ -83,7 +83,7 @@ def train(config: Config, folder: Path) -> "Summary":
                 step = zero.make_step(plan, task.loss, flag=run.flag, replay=config.debug.replay, retry=retry)
                 for number in run.steps():
                     with run.recorded(number):
-                        state, metrics = step(state, run.microbatches(number))
+                        state, metrics = step(state, run.microbatches())
                     run.after(state, metrics)
                 return run.end()
 

@@ -523,7 +523,7 @@ def measure(job: Job, warmup: int, steps: int) -> dict[str, Any]:
         if number == warmup:
             life = host_peak_bytes()
             forget_peak()
-        batch = data.batch(number, 0, job.rows)
+        batch = data.rows(number * job.rows, (number + 1) * job.rows)
         before, start = disk_bytes(), time.perf_counter()
         numbers = running.step(batch)
         numbers["step_s"] = time.perf_counter() - start

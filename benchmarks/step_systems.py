@@ -292,7 +292,7 @@ def measure(job: Job, warmup: int, steps: int, rows: str = "") -> dict[str, Any]
         if number == warmup:
             built = max(built, host_peak_bytes())
             forget_peak()
-        batch = data.batch(number, rank * job.rows, (rank + 1) * job.rows)
+        batch = data.rows((number * size + rank) * job.rows, (number * size + rank + 1) * job.rows)
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(step(batch))

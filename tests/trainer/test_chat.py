@@ -20,6 +20,7 @@ from zero.errors import ConfigError  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
 from zero.trainer.commands import sample  # noqa: E402
 from zero.trainer.data import check_data, open_data  # noqa: E402
+from zero.trainer.data.chat.chats import Chats  # noqa: E402
 from zero.trainer.data.chat.encoder import ChatEncoder  # noqa: E402
 from zero.trainer.data.chat.packing import TOGETHER, PackedRows, first_fit  # noqa: E402
 from zero.trainer.data.chat.records import Record, chat_of  # noqa: E402
@@ -249,8 +250,8 @@ def documents(rows: torch.Tensor) -> Counter[tuple[int, ...]]:
 
 
 def test_packed_and_padded_rows_have_the_same_documents(data):
-    packed, padded = (open_data(changed(data, pack=pack), SEQ, 0, rows=4) for pack in (True, False))
-    every = [opened.batch(1, 0, opened.rows_of_epochs(1)) for opened in (packed, padded)]
+    packed, padded = (open_data(changed(data, pack=pack), SEQ, 0) for pack in (True, False))
+    every = [opened.rows(0, opened.rows_of_epochs(1)) for opened in (packed, padded)]
     assert documents(every[0]) == documents(every[1])
     assert len(every[0]) < len(every[1])
     assert "6 without a token that trains" in packed.about
@@ -259,9 +260,10 @@ def test_packed_and_padded_rows_have_the_same_documents(data):
 
 
 def test_the_rows_of_a_step_follow_those_of_the_step_before(data):
-    four, two = (open_data(data, SEQ, 3, rows=rows) for rows in (4, 2))
-    assert torch.equal(torch.cat([two.batch(1, 0, 2), two.batch(2, 0, 2)]), four.batch(1, 0, 4))
-    assert torch.equal(four.batch(7, 1, 3), four.batch(7, 0, 4)[1:3])
+    opened, again = (open_data(data, SEQ, 3) for _ in range(2))
+    whole = opened.rows(24, 28)
+    assert torch.equal(torch.cat([again.rows(26, 28), again.rows(24, 26)]), whole[[2, 3, 0, 1]])
+    assert torch.equal(again.rows(25, 27), whole[1:3])
 
 
 def test_long_chats_are_cut_or_dropped(data, tmp_path):
@@ -276,8 +278,8 @@ def test_a_packed_document_sees_itself_alone(llama, data):
     """Loss and gradients are those of plain torch on one document at a time."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(llama))
-    opened = open_data(data, SEQ, 0, rows=4)
-    rows = opened.batch(1, 0, 4)
+    opened = open_data(data, SEQ, 0)
+    rows = opened.rows(0, 4)
     assert any((positions_of(row) == 0).sum() > 2 for row in rows)
     for chunked in (False, True):
         loss, count = hf.loss_by_tokens(model, rows, chunked=chunked)
@@ -313,10 +315,10 @@ def test_parquet_and_saved_datasets_hold_the_chats_of_json_lines(data, tmp_path)
     made = datasets.Dataset.from_list(chats(60))
     made.to_parquet(tmp_path / "parquet" / "chats.parquet")
     made.save_to_disk(tmp_path / "saved")
-    lines = open_data(data, SEQ, 0, rows=4)
+    lines = open_data(data, SEQ, 0)
     for path in ("parquet", "parquet/chats.parquet", "saved"):
-        opened = open_data(changed(data, path=str(tmp_path / path)), SEQ, 0, rows=4)
-        assert torch.equal(opened.batch(1, 0, 4), lines.batch(1, 0, 4)), path
+        opened = open_data(changed(data, path=str(tmp_path / path)), SEQ, 0)
+        assert torch.equal(opened.rows(0, 4), lines.rows(0, 4)), path
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes((tmp_path / "parquet" / "chats.parquet").read_bytes()[:-50])
     with pytest.raises(ConfigError, match=r"damaged\.parquet, row 0: Arrow cannot read it"):
@@ -392,6 +394,16 @@ def test_train_py_trains_chats_and_goes_on(llama, data, here, capsys):
     assert f"validation loss {rows_of(here / 'whole')[-1]['val/loss']:.4f}" in said
 
 
+def test_a_run_that_goes_on_with_another_batch_reads_the_rows_that_follow(llama, data, here, monkeypatch):
+    read, real = list[tuple[int, int]](), Chats.rows
+    monkeypatch.setattr(Chats, "rows", lambda self, start, stop: read.append((start, stop)) or real(self, start, stop))
+    words = ("steps=9", "checkpoint.every=3", "checkpoint.dir=saved", "val.every=0", "resume=latest")
+    for batch, last in ((4, 3), (2, 6), (6, 9)):
+        assert run(llama, data, *words, f"batch.global={batch}", f"debug.stop_at={last}") == 0
+    steps = [places for places in read if places != (0, 1)]  # without the row of the report
+    assert steps == [(0, 4), (4, 8), (8, 12), (12, 14), (14, 16), (16, 18), (18, 24), (24, 30), (30, 36)]
+
+
 def test_a_trained_model_answers_a_prompt(llama, data, here, capsys):
     """`sample` asks as the template does."""
     assert run(llama, data, "steps=2", "hydra.run.dir=asked", "checkpoint.every=2") == 0
@@ -443,7 +455,7 @@ def test_ranks_read_slices_of_one_batch(data):
     """Rank 0 encodes; every rank reads the same digest and rows."""
 
     def read(world: zero.World) -> tuple[str, list[int]]:
-        opened = open_data(data, SEQ, 0, world, rows=4)
-        return opened.digest, opened.batch(3, 0, 4).flatten().tolist()
+        opened = open_data(data, SEQ, 0, world)
+        return opened.digest, opened.rows(12, 16).flatten().tolist()
 
     assert len({str(result) for result in run_ranks(3, read)}) == 1

@@ -111,7 +111,7 @@ def test_every_document_is_on_one_side_whole_and_ends_with_the_end(config):
     assert not train_side & held_side
     assert 4 < len(held_side) < 20
     assert data.vocab_size == 320
-    row = data.batch(3, 0, 4)[0]
+    row = data.rows(9, 13)[0]
     assert row.shape == (SEQ + 1,)
     assert row.dtype == torch.int64
     assert data.decode(row) == plain.decode(row.tolist(), skip_special_tokens=False)
@@ -162,7 +162,7 @@ def test_tokens_are_made_once_and_again_for_whatever_changes_them(config, tokeni
         patched.setattr(tokenised, "_make", None)
         again = open_data(config, SEQ, seed=0)
     assert again.digest == first.digest
-    assert torch.equal(again.batch(7, 0, 4), first.batch(7, 0, 4))
+    assert torch.equal(again.rows(21, 25), first.rows(21, 25))
     other = json.loads((Path(tokenizer) / "tokenizer.json").read_text())
     other["added_tokens"].append(other["added_tokens"][1] | {"id": 320, "content": "two"})
     (tmp_path / "other.json").write_text(json.dumps(other))
@@ -213,7 +213,7 @@ def test_of_runs_that_tokenise_at_once_the_slower_takes_what_the_faster_made(con
 def opened(world, config):
     world._transport.timeout_s = 1.5
     data = open_data(config, SEQ, 0, world)
-    return data.digest, data.batch(2, world.rank, world.rank + 1).tolist()
+    return data.digest, data.rows(6 + world.rank, 6 + world.rank + 1).tolist()
 
 
 def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch):
@@ -231,7 +231,7 @@ def test_rank_0_makes_them_and_the_others_wait_however_long(config, monkeypatch)
     results = run_ranks(3, opened, config)
     assert len(makers) == 1
     assert len({digest for digest, _ in results}) == 1
-    whole = open_data(config, SEQ, 0).batch(2, 0, 3).tolist()
+    whole = open_data(config, SEQ, 0).rows(6, 9).tolist()
     assert [row for _, rows in results for row in rows] == whole
 
 

@@ -92,13 +92,14 @@ def arm(hang: Hang, folder: Path) -> None:
         worlds.append(open_world(*args))
         return worlds[0]
 
-    def counted(run: Run, number: int) -> Any:
+    def counted(run: Run) -> Any:
+        number = run._meter.steps + 1
         if number == hang.step and worlds[0].rank == hang.rank:
             due.release()
         elif number == hang.step:
             processes = worlds[0]._transport._processes
             processes.operations._timeout_s = processes._wait_s = PATIENCE_S / 2
-        return microbatches(run, number)
+        return microbatches(run)
 
     def stopping(*args: Any, **keys: Any) -> Any:
         if due.acquire(blocking=False):

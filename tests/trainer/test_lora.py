@@ -100,7 +100,8 @@ def trained(world, config):
         state = zero.init(plan, store, seed=config.seed, weights=task.weights)
         began, step, losses = full_state_dict(state), zero.make_step(plan, task.loss), []
         for number in range(1, STEPS + 1):
-            batch = data.batch(number, world.rank * rows, (world.rank + 1) * rows)
+            first = (number - 1) * ROWS + world.rank * rows
+            batch = data.rows(first, first + rows)
             state, metrics = step(state, batch.split(config.batch.numbers()[1]))
             losses.append(metrics.loss)
         values = full_state_dict(state)
@@ -157,7 +158,7 @@ def test_losses_and_adapters_are_those_of_torch_and_peft(family, base):
     optimizer = torch.optim.AdamW(trains.values(), lr=1e-2, weight_decay=0.01, fused=True)
     data = open_data(config.source(), SEQ, config.seed)
     for number in range(1, STEPS + 1):
-        rows = data.batch(number, 0, ROWS)
+        rows = data.rows((number - 1) * ROWS, number * ROWS)
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
         assert loss.item() == losses[number - 1]

@@ -84,7 +84,8 @@ def trained(world, config):
         state, losses = zero.init(plan, store, seed=config.seed, weights=task.weights), []
         step = zero.make_step(plan, task.loss)
         for number in range(1, STEPS + 1):
-            rows = data.batch(number, group * micro * accumulate, (group + 1) * micro * accumulate)
+            first = micro * accumulate * ((number - 1) * (world.size // sequence) + group)
+            rows = data.rows(first, first + micro * accumulate)
             state, metrics = step(state, slice_of(rows, place, sequence).split(micro))
             losses.append(metrics.loss)
         forward = zero.make_forward(plan, task.cross_entropy)

@@ -1,7 +1,8 @@
 """Sources of data: files as bytes, a file of token numbers, texts with a tokenizer, or synthetic tokens.
 
-The global batch of a step is a pure function of (seed, step). Ranks and microbatches take slices of it, so a run that
-continues with another number of ranks reads the same data. Settings are checked without torch; `open_data` imports it.
+A row is a pure function of the seed and its number in the run. Ranks and microbatches take slices of a step's rows, so
+a run that continues with another number of ranks or another batch reads the rows that follow. Settings are checked
+without torch; `open_data` imports it.
 """
 
 from typing import TYPE_CHECKING
@@ -55,16 +56,12 @@ def open_data(
     seed: int,
     world: "World | None" = None,
     progress: Progress = silent,
-    *,
-    rows: int = 1,
 ) -> "Data":
     """Open the data of `config`, for rows of seq + 1 tokens.
 
     Args:
         world: the ranks that call this together, because rank 0 alone tokenises; None: this process alone.
         progress: called with the progress of tokenising.
-        rows: rows of a global batch. Chats are read in the order of epochs, so a step begins behind those of earlier
-            steps.
 
     Raises:
         ConfigError: as `check_data`.
@@ -76,7 +73,7 @@ def open_data(
     if isinstance(config, ChatConfig):
         from zero.trainer.data.chat import open_chats
 
-        return open_chats(config, seq, seed, rows, world, progress)
+        return open_chats(config, seq, seed, world, progress)
     check_data(config, seq)
     if isinstance(config, TextConfig):
         from zero.trainer.data.text import open_text

@@ -23,12 +23,12 @@ class Synthetic:
         self.digest = hashlib.sha256(f"synthetic {config.vocab} {STRIDES}".encode()).hexdigest()
         self._seed, self._row = seed, seq + 1
 
-    def batch(self, step: int, start: int, stop: int) -> Tensor:
-        return self._rows("train", self._seed, step, range(start, stop))
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._rows("train", self._seed, range(start, stop))
 
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = range(index * rows, (index + 1) * rows)
-        return self._rows("validation", 0, 0, [number % VALIDATION_ROWS for number in numbers])
+        return self._rows("validation", 0, [number % VALIDATION_ROWS for number in numbers])
 
     def example(self) -> list[tuple[str, bool]]:
         return []
@@ -39,8 +39,8 @@ class Synthetic:
     has_text, about = False, ""
     decode = staticmethod(decode_numbers)
 
-    def _rows(self, what: str, seed: int, step: int, numbers: range | list[int]) -> Tensor:
-        first = [draw(seed, step, row, self.vocab_size, what=f"{what} first") for row in numbers]
-        stride = [1 + draw(seed, step, row, STRIDES, what=f"{what} stride") for row in numbers]
+    def _rows(self, what: str, seed: int, numbers: range | list[int]) -> Tensor:
+        first = [draw(seed, row, self.vocab_size, what=f"{what} first") for row in numbers]
+        stride = [1 + draw(seed, row, STRIDES, what=f"{what} stride") for row in numbers]
         position = torch.arange(self._row)
         return (torch.tensor(first).reshape(-1, 1) + torch.tensor(stride).reshape(-1, 1) * position) % self.vocab_size

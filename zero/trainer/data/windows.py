@@ -25,8 +25,8 @@ class Data(Protocol):
     about: str
     """A text behind the digest about what was read; "" if there is nothing to say."""
 
-    def batch(self, step: int, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of the global batch of `step`: (stop - start, seq + 1)."""
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of the run, counted from its first step: (stop - start, seq + 1)."""
 
     def validation(self, index: int, rows: int) -> Tensor:
         """Return validation rows [index * rows, (index + 1) * rows), modulo `validation_rows`: (rows, seq + 1).
@@ -97,9 +97,9 @@ class Windows:
         # the last token of a row is only a target, so it may be the first token of the next row
         self.validation_rows = (self.held.numel() - 1) // self.seq
 
-    def batch(self, step: int, start: int, stop: int) -> Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         below = self.train.numel() - self.seq
-        return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
+        return self._rows(self.train, [draw(self.seed, row, below) for row in range(start, stop)])
 
     def example(self) -> list[tuple[str, bool]]:
         return []

@@ -130,16 +130,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             if self._stopping:
                 return
 
-    def microbatches(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Return this rank's microbatches of step `number`, (micro, seq + 1) tokens each, or its slices of them.
+    def microbatches(self) -> tuple[torch.Tensor, ...]:
+        """Return this rank's microbatches of the next step, (micro, seq + 1) tokens each, or its slices of them.
 
-        They depend on seed and step alone.
+        They depend on the seed and on the tokens of the steps before alone, also of earlier starts.
         """
         sequence = self._config.zero.sequence
         group, place = divmod(self._world.rank, sequence)
         _, micro, accumulate = self._config.batch.numbers()
         count = accumulate * micro
-        batch = self._data.batch(1 if self._config.debug.overfit else number, group * count, (group + 1) * count)
+        first = group * count + (0 if self._config.debug.overfit else self._meter.tokens // self._config.model.seq)
+        batch = self._data.rows(first, first + count)
         rows = slice_of(batch, place, sequence).to(self._world.device)
         return rows.split(count // self._state.plan.accumulate)  # a step that ran out of memory may have halved `micro`
 

@@ -60,13 +60,8 @@ def _checked(config: ChatConfig) -> ChatEncoder:
     return encoder
 
 
-def open_chats(
-    config: ChatConfig, seq: int, seed: int, rows: int, world: "World | None", progress: Progress
-) -> "Chats":
+def open_chats(config: ChatConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Chats":
     """Open the cached chats; rank 0 makes them first if they are missing. Collective.
-
-    Args:
-        rows: rows of a global batch.
 
     Raises:
         ConfigError: as `check_chats`; or a chat cannot be read, or none has a token that trains.
@@ -108,7 +103,6 @@ def open_chats(
         held,
         seq=seq,
         seed=seed,
-        rows=rows,
         packed=config.pack,
         pad=tokenizer.end,
         vocab_size=tokenizer.vocab,

@@ -28,7 +28,6 @@ class Chats:
     Args:
         file: tokens as uint32, with `TRAINS_BIT`.
         train, held: the chats for training and for validation.
-        rows: rows of a global batch.
         packed: whether a row has several chats.
         pad: the token behind the last chat of a row.
         about: a text about the chats.
@@ -39,7 +38,6 @@ class Chats:
     held: Sequence[ChatPlace]
     seq: int
     seed: int
-    rows: int
     packed: bool
     pad: int
     vocab_size: int
@@ -54,9 +52,8 @@ class Chats:
         self._held = PackedRows([place.length for place in self.held], capacity, None)
         self.validation_rows = self._held.of_epochs(1)
 
-    def batch(self, step: int, start: int, stop: int) -> Tensor:
-        first = (step - 1) * self.rows
-        return self._stacked([self._row(self.train, self._train.row(first + row)) for row in range(start, stop)])
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._stacked([self._row(self.train, self._train.row(row)) for row in range(start, stop)])
 
     def validation(self, index: int, rows: int) -> Tensor:
         numbers = (number % self.validation_rows for number in range(index * rows, (index + 1) * rows))
@@ -66,7 +63,7 @@ class Chats:
         return self.decode_tokens(tokens_of(tokens))
 
     def example(self) -> list[tuple[str, bool]]:
-        row = self.batch(1, 0, 1)[0]
+        row = self.rows(0, 1)[0]
         trains = trains_of(row)
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]

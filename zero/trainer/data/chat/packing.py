@@ -68,7 +68,7 @@ class PackedRows:
         if self._seed is None:
             return documents
         seed = self._seed
-        return sorted(documents, key=lambda document: draw(seed, epoch, document, 2**64, what="order"))
+        return sorted(documents, key=lambda document: draw(seed, document, 2**64, what=f"epoch {epoch}"))
 
     def _packed(self, group: int) -> list[list[int]]:
         epoch, place = divmod(group, self._groups)

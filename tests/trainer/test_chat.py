@@ -22,8 +22,9 @@ from zero.trainer.commands import sample  # noqa: E402
 from zero.trainer.data import check_data, open_data  # noqa: E402
 from zero.trainer.data.chat.chats import Chats  # noqa: E402
 from zero.trainer.data.chat.encoder import ChatEncoder  # noqa: E402
+from zero.trainer.data.chat.formats import chat_of  # noqa: E402
 from zero.trainer.data.chat.packing import TOGETHER, PackedRows, first_fit  # noqa: E402
-from zero.trainer.data.chat.records import Record, chat_of  # noqa: E402
+from zero.trainer.data.records import Record  # noqa: E402
 from zero.trainer.data.rows import coded, positions_of, tokens_of, trains_of  # noqa: E402
 from zero.trainer.data.source import ChatConfig  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
@@ -348,7 +349,7 @@ def test_chats_without_an_answer_are_refused_with_the_first(data, tmp_path):
     with pytest.raises(ConfigError, match=r"asked\.jsonl, line 1, and all others: no token of an assistant"):
         open_data(changed(data, path=str(tmp_path / "asked.jsonl")), SEQ, 0)
     (tmp_path / "chats.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"txt is neither \.jsonl nor \.parquet"):
+    with pytest.raises(ConfigError, match=r"txt holds no \.jsonl, "):
         check_data(changed(data, path=str(tmp_path / "chats.txt")), SEQ)
 
 

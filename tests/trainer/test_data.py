@@ -15,8 +15,9 @@ from tests.common.held import open_files
 from tests.conftest import LONG_S
 from zero.errors import ConfigError, MachineError
 from zero.trainer.data import check_data, open_data
+from zero.trainer.data.files import split_files, text_files
 from zero.trainer.data.order import draw
-from zero.trainer.data.source import SyntheticConfig, TextConfig, TokensConfig, split_files, text_files
+from zero.trainer.data.source import SyntheticConfig, TextConfig, TokensConfig
 from zero.trainer.data.windows import spread_over
 
 SEQ = 16
@@ -173,7 +174,7 @@ def test_token_rows_are_the_numbers_of_the_file(tmp_path):
 
 def test_a_validation_file_of_its_own_is_used_whole(tmp_path):
     path, held = write_tokens(tmp_path / "t.bin", [1] * 200, 2), write_tokens(tmp_path / "v.bin", [2] * 200, 2)
-    data = open_data(TokensConfig(path=path, validation_path=held, vocab=3), SEQ, seed=0)
+    data = open_data(TokensConfig(path=path, vocab=3), SEQ, seed=0, held=held)
     assert data.validation(0, 3).unique().tolist() == [2]
     assert data.rows(0, 3).unique().tolist() == [1]
     assert data.decode(data.rows(0, 1)[0, :3]) == "1 1 1"
@@ -303,7 +304,7 @@ def test_the_check_does_not_import_torch(tmp_path):
 def test_a_token_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, held):
     """Mapped into memory it would end the process by SIGBUS. What is still there is read as before."""
     paths = [write_tokens(tmp_path / name, list(range(20_000)), 2) for name in ("train.bin", "held.bin")]
-    data = open_data(TokensConfig(path=paths[0], vocab=60_000, validation_path=paths[1] if held else None), SEQ, seed=3)
+    data = open_data(TokensConfig(path=paths[0], vocab=60_000), SEQ, seed=3, held=paths[1] if held else None)
     whole = [data.rows(row, row + 1) for row in range(100)]
     for path in paths:
         os.truncate(path, 20_001)

@@ -313,7 +313,7 @@ def test_texts_that_cannot_be_read_are_refused_in_one_line(config, tmp_path):
         refused(replace(config, path=str(tmp_path / name)), *words)
     (tmp_path / "empty").mkdir()
     refused(replace(config, path=str(tmp_path / "empty")), "holds no text")
-    refused(replace(config, path="wikitext"), "data.path=wikitext does not exist", "nothing is fetched from the hub")
+    refused(replace(config, path="wikitext"), "data.path=wikitext does not exist", "ORG/NAME of the hub")
 
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

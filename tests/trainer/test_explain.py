@@ -65,6 +65,10 @@ def test_an_example_is_a_run_that_differs_from_the_default(key):
     assert read(raw) != Config()
 
 
+PATHS = ("a path", "a path, or null", "a path, a list of paths, or null", "text")
+"""Types whose error says that it must be text."""
+
+
 def test_the_words_of_a_kind_are_those_that_a_mistake_is_told():
     own = [declared for declared in walk(Config) if any(isinstance(note, Reads) for note in declared.field.metadata)]
     assert len(own) > 20
@@ -75,7 +79,7 @@ def test_the_words_of_a_kind_are_those_that_a_mistake_is_told():
         with pytest.raises(ConfigError) as caught:
             read(raw)
         text = words(declared.field)
-        assert f"must be {text}" in str(caught.value) or text in ("a path", "a path, or null", "text")
+        assert f"must be {text}" in str(caught.value) or text in PATHS
 
 
 def test_a_key_that_only_some_options_have_says_so():

@@ -79,7 +79,7 @@ def bad_values(key: Key) -> dict[str, object]:
         bad["zero"] = 0
     if not number and str in kinds and "word" not in may:
         bad["a number"] = 3
-    if may in ("text", "a path") or "text, or" in may or "a path, or" in may:
+    if may in ("text", "a path") or "text, or" in may or "a path, " in may:
         del bad["a wrong word"]
     if typing.get_origin(key.field.annotation) is typing.Literal:
         bad["misspelt"] = f"{typing.get_args(key.field.annotation)[0]}e"

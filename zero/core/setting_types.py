@@ -177,7 +177,7 @@ def validate_names(value: object) -> tuple[str, ...]:
     return tuple(validate_text(name) for name in value)
 
 
-def _places(value: object) -> str | tuple[str, ...]:
+def validate_paths(value: object) -> str | tuple[str, ...]:
     if not isinstance(value, list | tuple):
         return _place(value)
     if not value:
@@ -242,9 +242,16 @@ Compile = Annotated[
     bool | dict[str, Any], Reads("true, false, or arguments of torch.compile such as {mode: max-autotune}", _compile)
 ]
 PathText = Annotated[str, Reads("a path", _place)]
-PathOrPaths = Annotated[str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", _places)]
+PathOrPaths = Annotated[
+    str | tuple[str, ...], Reads("a path, or a list of paths such as [/nvme0, /nvme1]", validate_paths)
+]
 Needed = Annotated[str, Reads("a path, or null", lambda value: value if value is None else _place(value))]
 """A path without a default. Its section rejects null with a message of its own."""
+NeededPaths = Annotated[
+    str | tuple[str, ...],
+    Reads("a path, a list of paths, or null", lambda value: value if value is None else validate_paths(value)),
+]
+"""Paths without a default. Their section rejects null with a message of its own."""
 PlainText = Annotated[str, Reads("text", validate_text)]
 Names = Annotated[tuple[str, ...], Reads("a list such as [a, b]", validate_names)]
 

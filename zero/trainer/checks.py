@@ -34,7 +34,7 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
     config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
     if isinstance(config.model, HFConfig):
         config.model.check()  # first, because the data's tokenizer may be the model's
-    check_data(config.source(), config.model.seq)
+    check_data(config.source(), config.model.seq, config.val.path)
     config.check_tokens()
     _check_path(config.offload)
     _check_checkpoints(config)

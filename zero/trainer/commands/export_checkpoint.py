@@ -32,7 +32,7 @@ from zero.core.setting_types import bytes_of
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.exports import EXPORT_FORMATS
-from zero.trainer.models.hf_config import LoRAConfig
+from zero.trainer.models.hf_config import HFConfig, LoRAConfig
 from zero.trainer.text_output import command_line
 
 MEAN = "ema: the moving average of the parameters, of a run with optim.ema"
@@ -80,7 +80,7 @@ def add_settings(config: object, out: Path) -> None:
         case {"model": {"name": "hf", "path": str(path)}}:
             from zero.trainer.models.hf import write_settings
 
-            write_settings(path, out)
+            write_settings(HFConfig(path=path).files(), out)
         case {"model": {"name": "gpt", **sizes}}:
             settings = {"architectures": ["zero.trainer.models.GPT"], "model_type": "functional-zero-gpt", **sizes}
             (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

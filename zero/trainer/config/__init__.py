@@ -161,7 +161,7 @@ class Config(Settings):
                     f"model.path={self.model.path} has no tokenizer. Set data.tokenizer=PATH, a tokenizer.json or a "
                     "folder with one."
                 )
-            data = data.model_copy(update={"tokenizer": self.model.path})
+            data = data.model_copy(update={"tokenizer": str(self.model.files())})
         return data
 
     @property

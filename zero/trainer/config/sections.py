@@ -56,6 +56,11 @@ class ZeroOfRun(Zero):
 class Val(Section):
     """Validation on rows that training never sees."""
 
+    path: PathText | None = key(
+        None,
+        "data for validation, read as the training data is, all of which then trains; null: data.holdout of it",
+        example="held.jsonl data=chat data.path=chats.jsonl model=hf model.path=path/to/llama",
+    )
     every: Natural = key(100, "steps between two validations; 0: only after the last step", unit="steps", example="50")
     rows: Rows = key(
         64,

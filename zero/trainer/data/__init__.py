@@ -14,7 +14,9 @@ from zero.trainer.data.source import (
     DataConfig,
     HFTextConfig,
     TextConfig,
+    TokenisedConfig,
     TokensConfig,
+    apart,
     check_text,
     check_tokens,
 )
@@ -24,17 +26,27 @@ if TYPE_CHECKING:
     from zero.trainer.data.windows import Data
 
 
-def check_data(config: DataConfig, seq: int) -> None:
+def check_data(config: DataConfig, seq: int, held: str | None = None) -> None:
     """Raise ConfigError unless the data has a row of seq + 1 tokens for training and one for validation.
 
     Texts of data=hf are tokenised later, so only the tokenizer and the first document, or a dataset's columns, are
     checked.
 
+    Args:
+        held: the path of other data for validation.
+
     Raises:
         ConfigError: the message has one line and names the key as the user types it.
     """
+    if held is not None:
+        for part in apart(config, held):
+            check_data(part, seq)
+        return
     try:
-        if isinstance(config, TextConfig):
+        if isinstance(config, TokenisedConfig) and config.mix is not None:
+            for _, source in config.sources.values():
+                check_data(source, seq)
+        elif isinstance(config, TextConfig):
             check_text(config, seq + 1)
         elif isinstance(config, TokensConfig):
             check_tokens(config, seq + 1)
@@ -56,16 +68,29 @@ def open_data(
     seed: int,
     world: "World | None" = None,
     progress: Progress = silent,
+    *,
+    held: str | None = None,
 ) -> "Data":
     """Open the data of `config`, for rows of seq + 1 tokens.
 
     Args:
         world: the ranks that call this together, because rank 0 alone tokenises; None: this process alone.
         progress: called with the progress of tokenising.
+        held: the path of other data, all of which is for validation; None: a share of `config` is held out.
 
     Raises:
         ConfigError: as `check_data`.
     """
+    if held is not None:
+        from zero.trainer.data.mixed import Apart
+
+        return Apart(*(open_data(part, seq, seed, world, progress) for part in apart(config, held)))
+    if isinstance(config, TokenisedConfig) and config.mix is not None:
+        from zero.trainer.data.mixed import Mixed
+
+        weights, sources = zip(*config.sources.values(), strict=True)
+        opened = (open_data(source, seq, seed, world, progress) for source in sources)
+        return Mixed(dict(zip(config.mix, opened, strict=True)), weights)
     if isinstance(config, HFTextConfig):
         from zero.trainer.data.tokenised import open_hf
 

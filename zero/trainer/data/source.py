@@ -3,28 +3,34 @@
 Does not import torch, so that a wrong folder is reported at once. The checks read at most the beginning of a data file.
 """
 
-import codecs
-import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from zero.core.schema import Section
-from zero.core.setting_types import Needed, PathText, PlainText, Reads, Rows, key, validate_names
+from zero.core.setting_types import (
+    Needed,
+    NeededPaths,
+    PathText,
+    PlainText,
+    Reads,
+    Rows,
+    key,
+    validate_names,
+    validate_paths,
+    validate_text,
+)
+from zero.core.suggest import shown
 from zero.errors import ConfigError
+from zero.trainer.data.files import split_files, text_files
 from zero.trainer.data.tokenizer import Tokenizer
 
-SAVED = "dataset_info.json"
-"""The file that `save_to_disk` of `datasets` writes in the folder of a dataset."""
-
-HEAD_BYTES = 8000  # length of the beginning that decides whether a file is text, as in git
-
-
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
+"""A share for validation. Behind the settings it is 0 for data that all trains, and 1 for data that does not train."""
 
 
 def _folders(value: object) -> tuple[str, ...]:
@@ -34,6 +40,24 @@ def _folders(value: object) -> tuple[str, ...]:
     return names
 
 
+def _mix(value: object) -> dict[str, dict[str, Any]]:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError
+    sources = {}
+    for name, source in value.items():
+        if not isinstance(source, Mapping) or "path" not in source or source.keys() - {"path", "weight"}:
+            raise ValueError(f"has {name} without a path and a weight. Write {{{name}: {{path: PATH, weight: 2}}}}.")
+        weight = source.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e9:
+            raise ValueError(f"has {name} with the weight {weight}, which is no number above 0")
+        sources[validate_text(name)] = {"path": validate_paths(source["path"]), "weight": weight}
+    return sources
+
+
+Mix = Annotated[
+    dict[str, dict[str, Any]], Reads("sources such as {code: {path: PATH, weight: 2}, prose: {path: PATH}}", _mix)
+]
+
 Folders = Annotated[tuple[str, ...], Reads("a list such as [a, b]", _folders)]
 
 
@@ -41,6 +65,7 @@ class TextConfig(Section):
     """Settings of data=text: every text file under a folder, with bytes as tokens."""
 
     section_key = "data"
+    place_key: ClassVar = "folder"
 
     name: Literal["text"] = key("text", "kind of data")
     folder: PathText | None = key(
@@ -65,6 +90,7 @@ class TokensConfig(Section):
     """Settings of data=tokens: a file of token numbers, of which only the rows in use are read."""
 
     section_key = "data"
+    place_key: ClassVar = "path"
 
     name: Literal["tokens"] = key("tokens", "kind of data")
     path: Needed = key(
@@ -81,14 +107,9 @@ class TokensConfig(Section):
         unit="tokens",
         example="256 data.path=train.bin",
     )
-    validation_path: PathText | None = key(
-        None,
-        "a second file, for validation; null: the end of the first",
-        example="held.bin data.path=train.bin model.vocab=50304",
-    )
     holdout: Holdout = key(
         0.05,
-        "share of the file's end kept for validation, without a second file",
+        "share of the file's end kept for validation",
         example="0.1 data.path=train.bin model.vocab=50304",
     )
 
@@ -106,16 +127,16 @@ class TokensConfig(Section):
 
     def lengths(self) -> tuple[int, int]:
         """Return the number of tokens for training and for validation."""
-        paths = (self.path, *([] if self.validation_path is None else [self.validation_path]))
-        train, *held = (Path(path).stat().st_size // self.item_bytes for path in paths)
-        end = round(train * self.holdout)
-        return (train, held[0]) if held else (train - end, end)
+        count = Path(self.path).stat().st_size // self.item_bytes
+        held = round(count * self.holdout)
+        return count - held, held
 
 
 class SyntheticConfig(Section):
     """Settings of data=synthetic: sequences computed on demand, the same on every machine, without files."""
 
     section_key = "data"
+    place_key: ClassVar = None
 
     name: Literal["synthetic"] = key("synthetic", "kind of data")
     vocab: Rows = key(256, "number of different tokens", unit="tokens", example="64")
@@ -125,8 +146,16 @@ class TokenisedConfig(Section):
     """Settings of data that a Hugging Face tokenizer encodes once, and that is cached as tokens."""
 
     section_key = "data"
+    place_key: ClassVar = "path"
+    needs: ClassVar[str]
 
-    path: Needed
+    name: str
+    path: NeededPaths
+    mix: Mix | None = key(
+        None,
+        "sources in place of `path`, with the weight of each in the rows",
+        example="{code:{path:code,weight:2},prose:{path:texts}} data.tokenizer=path/to/llama",
+    )
     tokenizer: Needed = key(
         None,
         "a tokenizer.json or a folder with one; null: that of model.path, with model=hf",
@@ -148,9 +177,30 @@ class TokenisedConfig(Section):
         example="tokens data.path=texts data.tokenizer=path/to/llama",
     )
 
+    @model_validator(mode="after")
+    def _has_files(self) -> Self:
+        if (self.path is None) == (self.mix is None):
+            what = f"data.path={self.needs}" if self.path is None else "data.path or data.mix, not both"
+            raise ConfigError(f"data={self.name} needs {what}")
+        return self
+
     @property
-    def root(self) -> Path:
-        return Path(self.path)
+    def sources(self) -> "dict[str, tuple[float, Self]]":
+        """The weight and the settings of each source of `mix`, by name."""
+        return {
+            name: (source["weight"], self.model_copy(update={"path": source["path"], "mix": None}))
+            for name, source in (self.mix or {}).items()
+        }
+
+    @property
+    def label(self) -> str:
+        """The paths as a setting, for messages."""
+        return f"data.path={self.path if isinstance(self.path, str) else shown(self.path)}"
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The paths, or names on the hub, of the files."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
     @property
     def cached(self) -> Path:
@@ -171,32 +221,32 @@ class TokenisedConfig(Section):
 class HFTextConfig(TokenisedConfig):
     """Settings of data=hf: texts encoded once with a Hugging Face tokenizer and cached as tokens."""
 
+    needs: ClassVar = "FOLDER, a folder of text or JSONL files"
+
     name: Literal["hf"] = key("hf", "kind of data")
-    path: Needed = key(
+    path: NeededPaths = key(
         None,
-        "a folder of text and JSONL files, one such file, or a folder that datasets.save_to_disk made; required",
+        "files of text, JSON, CSV, TSV or Parquet, folders of them, folders that datasets.save_to_disk made, or names "
+        "on the hub; one or a list",
         example="texts data.tokenizer=path/to/llama",
     )
     column: PlainText = key(
         "text",
-        "field of a line of JSONL, or column of a dataset, with the text",
+        "field of a record, or column of a table, with the text",
         example="body data.path=texts data.tokenizer=path/to/llama",
     )
-
-    @model_validator(mode="after")
-    def _has_a_path(self) -> Self:
-        if self.path is None:
-            raise ConfigError("data=hf needs data.path=FOLDER, a folder of text or JSONL files")
-        return self
 
 
 class ChatConfig(TokenisedConfig):
     """Settings of data=chat: chats, or prompts with completions, of which the assistant's tokens are trained."""
 
+    needs: ClassVar = "FILE, a JSONL or Parquet file of chats"
+
     name: Literal["chat"] = key("chat", "kind of data")
-    path: Needed = key(
+    path: NeededPaths = key(
         None,
-        "a JSONL or Parquet file, a folder of such files, or one that datasets.save_to_disk made; required",
+        "files of JSON, CSV, TSV or Parquet, folders of them, folders that datasets.save_to_disk made, or names on the "
+        "hub; one or a list",
         example="chats.jsonl model=hf model.path=path/to/llama",
     )
     template: PathText | None = key(
@@ -215,81 +265,24 @@ class ChatConfig(TokenisedConfig):
         example="drop data.path=chats.jsonl model=hf model.path=path/to/llama",
     )
 
-    @model_validator(mode="after")
-    def _has_chats(self) -> Self:
-        if self.path is None:
-            raise ConfigError("data=chat needs data.path=FILE, a JSONL or Parquet file of chats")
-        return self
+
+AnyData = TextConfig | TokensConfig | HFTextConfig | ChatConfig | SyntheticConfig
+DataConfig = Annotated[AnyData, Field(discriminator="name")]
 
 
-DataConfig = Annotated[
-    TextConfig | TokensConfig | HFTextConfig | ChatConfig | SyntheticConfig, Field(discriminator="name")
-]
-
-
-def drawn(octets: bytes) -> float:
-    """Hash bytes to a number in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(octets).digest()[:6], "big") / 2**48
-
-
-class TextFile(NamedTuple):
-    """A text file below the root folder of the data."""
-
-    path: Path
-    key: str
-    """Path below the root, with forward slashes."""
-    size: int
-
-    @property
-    def draw(self) -> float:
-        """Hash of the key in [0, 1). It depends on the key alone, so that adding a file does not move other files."""
-        return drawn(os.fsencode(self.key))
-
-
-class Split(NamedTuple):
-    """Files for training and files for validation; of a single file, the last `tail` bytes are for validation."""
-
-    train: list[TextFile]
-    held: list[TextFile]
-    tail: int = 0
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    if not head or b"\0" in head:
-        return False
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def text_files(root: Path, skip: Sequence[str] = ()) -> Iterator[TextFile]:
-    """Yield the text files below the root, in the same order on every machine; unreadable files raise OSError.
+def apart(config: AnyData, held: str) -> tuple[AnyData, AnyData]:
+    """Return the settings of data that all trains, and of other data that is all for validation.
 
     Args:
-        skip: names of folders that are left out.
+        held: the path of the other data.
+
+    Raises:
+        ConfigError: the data is not read from files.
     """
-    for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if name not in skip and not name.startswith("."))
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.is_file() and _is_text(path):
-                yield TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
-
-
-def split_files(files: list[TextFile], holdout: float) -> Split:
-    """Hold out for validation each file whose `draw` is below `holdout`: at least one file and never all.
-
-    If there is one file only, its end is held out.
-    """
-    if len(files) == 1:
-        return Split(files, [], tail=max(1, round(files[0].size * holdout)))
-    by_draw = sorted(file.draw for file in files)
-    below = min(max(holdout, by_draw[1]), by_draw[-1]) if files else holdout
-    return Split([file for file in files if file.draw >= below], [file for file in files if file.draw < below])
+    if config.place_key is None:
+        raise ConfigError(f"val.path: data={config.name} reads no files. Remove val.path.")
+    other = {config.place_key: held, "holdout": 1.0} | ({"mix": None} if isinstance(config, TokenisedConfig) else {})
+    return config.model_copy(update={"holdout": 0.0}), config.model_copy(update=other)
 
 
 def check_text(config: TextConfig, row: int) -> None:
@@ -314,26 +307,23 @@ def check_text(config: TextConfig, row: int) -> None:
         )
     split = split_files(files, config.holdout)
     train = sum(file.size for file in split.train) - split.tail
-    check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row)
+    check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row, config.holdout)
 
 
 def check_tokens(config: TokensConfig, row: int) -> None:
     """Raise ConfigError for a missing file, a size that is no multiple of the dtype's, or fewer tokens than a row."""
-    for name, path in (("path", config.path), ("validation_path", config.validation_path)):
-        if path is None:
-            continue
-        file = Path(path)
-        if not file.is_file():
-            raise ConfigError(f"data.{name}={path} is not a file. Give a file of {config.dtype} tokens.")
-        if file.stat().st_size % config.item_bytes:
-            raise ConfigError(
-                f"data.{name}={path} has {file.stat().st_size} bytes, "
-                f"not a multiple of {config.item_bytes}: it does not hold {config.dtype}"
-            )
-    check_length(f"data.path={config.path}", *config.lengths(), row)
+    file = Path(config.path)
+    if not file.is_file():
+        raise ConfigError(f"data.path={file} is not a file. Give a file of {config.dtype} tokens.")
+    if file.stat().st_size % config.item_bytes:
+        raise ConfigError(
+            f"data.path={file} has {file.stat().st_size} bytes, "
+            f"not a multiple of {config.item_bytes}: it does not hold {config.dtype}"
+        )
+    check_length(f"data.path={file}", *config.lengths(), row, config.holdout)
 
 
-def check_length(what: str, train: int, held: int, row: int) -> None:
+def check_length(what: str, train: int, held: int, row: int, holdout: float) -> None:
     """Raise ConfigError if training or validation has fewer than `row` tokens.
 
     Args:
@@ -341,9 +331,10 @@ def check_length(what: str, train: int, held: int, row: int) -> None:
         train: number of tokens for training.
         held: number of tokens for validation.
         row: tokens of a row.
+        holdout: the share for validation; 0: there is none, 1: there is nothing else.
     """
-    for share, length in (("training", train), ("validation", held)):
-        if length < row:
+    for share, length, wanted in (("training", train, holdout < 1), ("validation", held, holdout > 0)):
+        if wanted and length < row:
             raise ConfigError(
                 f"{what} leaves {length} tokens for {share}, fewer than one row of {row}. "
                 "Give more data, another data.holdout or a smaller model.seq."

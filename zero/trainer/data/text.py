@@ -5,7 +5,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from zero.trainer.data.source import Split, TextConfig, TextFile, split_files, text_files
+from zero.trainer.data.files import Split, TextFile, split_files, text_files
+from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Windows
 
 END_OF_FILE = b"\0"  # marks the end of a file for the model; text files have no NUL near their start
@@ -35,5 +36,9 @@ def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
     """Load all text as uint8 tensors. The digest covers every byte, and the split into training and validation."""
     train, held = _read(split_files(list(text_files(config.root, config.skip)), config.holdout))
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
-    tokens, held_tokens = (torch.frombuffer(octets, dtype=torch.uint8) for octets in (train, held))
+    tokens, held_tokens = map(_as_tensor, (train, held))
     return Windows(tokens, held_tokens, seq=seq, seed=seed, vocab_size=256, digest=digest, decode=decode_bytes)
+
+
+def _as_tensor(octets: bytearray) -> Tensor:
+    return torch.frombuffer(octets, dtype=torch.uint8) if octets else torch.empty(0, dtype=torch.uint8)

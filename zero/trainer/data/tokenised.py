@@ -3,7 +3,7 @@
 The name of the cached folder is a hash of the texts, the tokenizer and the settings. Rank 0 finds or makes the folder
 while the other ranks wait, so every rank reads the same bytes, and so does a resumed run.
 
-A document is a text file, a line of a JSONL file, or a row of a folder of `datasets`. Each document is encoded
+A document is a text file, or a record of JSON, CSV, TSV, Parquet or a dataset. Each document is encoded
 separately, without special tokens, and followed by the end-of-text token. Whole documents are held out for validation,
 chosen by a hash of the file's name or of the text. So added documents do not move others, and copies of a text stay
 together. If training or validation would have no document, the last tokens of all are held out instead.
@@ -15,12 +15,12 @@ Settings are checked without importing torch or `datasets`.
 
 import hashlib
 import json
-import os
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,8 +29,9 @@ from zero.errors import ConfigError, MachineError, in_short
 from zero.platform.installed import require_hf
 from zero.progress import Progress
 from zero.trainer.data.cached import ABOUT_FILE, agreed_folder, published
-from zero.trainer.data.json_lines import json_lines
-from zero.trainer.data.source import SAVED, HFTextConfig, TextFile, TokensConfig, check_length, drawn, text_files
+from zero.trainer.data.files import TextFile, drawn, is_text
+from zero.trainer.data.records import READERS, SAVED, Record, files_at, hash_files, is_dataset, of_dataset, of_file
+from zero.trainer.data.source import HFTextConfig, TokensConfig
 from zero.trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,10 +42,6 @@ VERSION = 1
 """Version of the cached format, part of the hash that names the folder."""
 
 TRAIN_FILE, HELD_FILE = "train.bin", "held.bin"
-RECORDS = (".jsonl", ".ndjson", ".json")
-SPLITS = "dataset_dict.json"
-"""The file that `save_to_disk` writes in a folder that contains several datasets."""
-
 TEXT = ("str", "string", "large_string")
 """Names of the text types of Python and of `datasets`."""
 
@@ -54,8 +51,6 @@ BATCH_CHARS = 2**20
 53-100 bytes of memory."""
 
 CHAT = "set data=chat for chats"
-
-ROWS_PER_READ = 256
 
 
 def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", progress: Progress) -> "Windows":
@@ -76,11 +71,15 @@ def open_hf(config: HFTextConfig, seq: int, seed: int, world: "World | None", pr
         path=str(folder / TRAIN_FILE),
         dtype="uint16" if tokenizer.vocab <= 2**16 else "uint32",
         vocab=tokenizer.vocab,
-        validation_path=str(held) if held.is_file() else None,
-        holdout=config.holdout,
+    ).model_copy(update={"holdout": config.holdout})
+    return open_tokens(
+        tokens,
+        seq,
+        seed,
+        held_path=str(held) if held.is_file() else None,
+        decode=lambda numbers: tokenizer.decode(numbers.tolist()),
+        what=config.label,
     )
-    check_length(f"data.path={config.path}", *tokens.lengths(), seq + 1)
-    return open_tokens(tokens, seq, seed, decode=lambda numbers: tokenizer.decode(numbers.tolist()))
 
 
 def check_hf(config: HFTextConfig) -> None:
@@ -90,20 +89,11 @@ def check_hf(config: HFTextConfig) -> None:
         ConfigError: the message has one line and names the key as the user types it.
     """
     Tokenizer(config.tokenizer, config.end)
-    if not config.root.exists():
-        raise ConfigError(
-            f"data.path={config.path} does not exist. Give a folder of text or JSONL files, or one that "
-            "datasets.save_to_disk made: nothing is fetched from the hub."
-        )
-    if (config.root / SPLITS).is_file():
-        folders = sorted(path.parent.name for path in config.root.glob(f"*/{SAVED}"))
-        raise ConfigError(
-            f"data.path={config.path} holds the splits {', '.join(folders)}. Give the folder of one split."
-        )
-    if _is_saved(config.root):
-        _check_saved(config)
-    elif next(_documents(config), None) is None:
-        raise _no_text(config)
+    for place in config.places:
+        if (Path(place) / SAVED).is_file():
+            _check_saved(config, Path(place))
+        elif next(_documents(config, place), None) is None:
+            raise _no_text(f"data.path={place}")
 
 
 # The folder of the tokens
@@ -127,15 +117,7 @@ def _name(config: HFTextConfig, tokenizer: Tokenizer, progress: Progress) -> str
     settings = [VERSION, tokenizers.__version__, sys.byteorder, PIECE, tokenizer.end, config.column, config.holdout]
     digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(hashlib.sha256(tokenizer.file.read_bytes()).digest())
-    files = list(_files(config))
-    done, total = 0, sum(file.size for file in files)
-    for file in files:
-        digest.update(f"{len(os.fsencode(file.key))} {file.size} ".encode() + os.fsencode(file.key))
-        with file.path.open("rb") as read:
-            while block := read.read(2**22):
-                digest.update(block)
-                done += len(block)
-                progress("comparing texts", min(done, total), total)
+    hash_files(digest, _files(config), "comparing texts", progress)
     return digest.hexdigest()[:32]
 
 
@@ -144,7 +126,7 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
     total, done, documents = sum(file.size for file in _files(config)), 0, 0
     with ExitStack() as closing:
         train, held = (closing.enter_context((folder / name).open("wb")) for name in (TRAIN_FILE, HELD_FILE))
-        for batch in _batches(_documents(config)):
+        for batch in _batches(chain.from_iterable(_documents(config, place) for place in config.places)):
             for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
                 tokens = array(typecode, numbers + [tokenizer.end] * piece.ends)
                 (held if piece.draw < config.holdout else train).write(tokens.tobytes())
@@ -154,12 +136,16 @@ def _make(config: HFTextConfig, tokenizer: Tokenizer, folder: Path, progress: Pr
         progress("tokenising", total, total)
         sizes = train.tell(), held.tell()
     if not any(sizes):
-        raise _no_text(config)
-    if not sizes[0]:
+        raise _no_text(config.label)
+    if not sizes[0] and config.holdout < 1:
         (folder / HELD_FILE).replace(folder / TRAIN_FILE)
-    elif not sizes[1]:
+    elif not sizes[1] and config.holdout > 0:
         (folder / HELD_FILE).unlink()
-    about = {"texts": str(config.root.absolute()), "tokenizer": str(tokenizer.file.absolute()), "documents": documents}
+    about = {
+        "texts": [str(Path(place).absolute()) for place in config.places],
+        "tokenizer": str(tokenizer.file.absolute()),
+        "documents": documents,
+    }
     (folder / ABOUT_FILE).write_text(json.dumps(about, indent=2))
 
 
@@ -189,22 +175,23 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _files(config: HFTextConfig) -> Iterator[TextFile]:
-    """Yield the files of the texts, in the same order on every machine."""
-    root = config.root
-    if root.is_dir() and not _is_saved(root):
-        yield from text_files(root)
-        return
-    for path in [root] if root.is_file() else sorted(path for path in root.iterdir() if path.is_file()):
-        yield TextFile(path, path.name, path.stat().st_size)
+def _files(config: HFTextConfig) -> list[TextFile]:
+    return [file for place in config.places for file in files_at(place, _is_read)]
 
 
-def _documents(config: HFTextConfig) -> Iterator[_Piece]:
-    if _is_saved(config.root):
-        yield from _of_dataset(config)
+def _is_read(path: Path) -> bool:
+    return path.suffix in READERS or is_text(path)
+
+
+def _documents(config: HFTextConfig, place: str) -> Iterator[_Piece]:
+    if is_dataset(place):
+        yield from _of_records(of_dataset(place, (config.column,)), config)
         return
-    for file in _files(config):
-        yield from _of_records(file, config) if file.path.suffix in RECORDS else _of_text(file)
+    for file in files_at(place, _is_read):
+        if file.path.suffix in READERS:
+            yield from _of_records(of_file(file.path, (config.column,)), config)
+        else:
+            yield from _of_text(file)
 
 
 def _of_text(file: TextFile) -> Iterator[_Piece]:
@@ -222,28 +209,12 @@ def _of_text(file: TextFile) -> Iterator[_Piece]:
         ) from error
 
 
-def _of_records(file: TextFile, config: HFTextConfig) -> Iterator[_Piece]:
-    for where, record in json_lines(file.path, f"{{{config.column!r}: ..}}"):
-        if not isinstance(record.get(config.column), str):
-            raise _no_text_in(config, where, {name: type(value).__name__ for name, value in record.items()})
-        yield from _of_value(record[config.column], where)
-
-
-def _of_dataset(config: HFTextConfig) -> Iterator[_Piece]:
-    require_hf("datasets", "data=hf needs")
-    import datasets
-
-    try:
-        rows = datasets.load_from_disk(str(config.root)).with_format(None).select_columns([config.column])
-    except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
-        raise ConfigError(f"data.path={config.path}: datasets cannot read it: {in_short(error)}") from error
-    number = 0
-    for batch in rows.iter(batch_size=ROWS_PER_READ):
-        for value in batch[config.column]:
-            if value is None:
-                raise _no_text_in(config, f"{config.path}, row {number}", {config.column: "NoneType"})
-            yield from _of_value(value, f"{config.path}, row {number}")
-            number += 1
+def _of_records(records: Iterator[Record], config: HFTextConfig) -> Iterator[_Piece]:
+    for record in records:
+        value = record.fields.get(config.column)
+        if not isinstance(value, str):
+            raise _no_text_in(config, record.where, {name: type(each).__name__ for name, each in record.fields.items()})
+        yield from _of_value(value, record.where)
 
 
 def _of_value(value: str, where: str) -> Iterator[_Piece]:
@@ -256,23 +227,17 @@ def _of_value(value: str, where: str) -> Iterator[_Piece]:
             ) from error
 
 
-def _is_saved(root: Path) -> bool:
-    return (root / SAVED).is_file()
-
-
-def _check_saved(config: HFTextConfig) -> None:
+def _check_saved(config: HFTextConfig, root: Path) -> None:
     try:
-        features = json.loads((config.root / SAVED).read_bytes())["features"]
+        features = json.loads((root / SAVED).read_bytes())["features"]
         columns = {
             name: str(about.get("dtype", about.get("_type"))) if isinstance(about, dict) else type(about).__name__
             for name, about in features.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"data.path={config.path}: {SAVED} was not written by datasets ({in_short(error)})"
-        ) from error
+        raise ConfigError(f"data.path={root}: {SAVED} was not written by datasets ({in_short(error)})") from error
     if columns.get(config.column) not in TEXT:
-        raise _no_text_in(config, config.path, columns)
+        raise _no_text_in(config, str(root), columns)
     require_hf("datasets", "data=hf needs")
 
 
@@ -292,5 +257,5 @@ def _no_text_in(config: HFTextConfig, where: str, columns: Mapping[str, str]) ->
     return ConfigError(f"data.path: {where}: data.column={config.column} holds {dtype}, not text. {advice}")
 
 
-def _no_text(config: HFTextConfig) -> ConfigError:
-    return ConfigError(f"data.path={config.path} holds no text. Give a folder of text or JSONL files.")
+def _no_text(label: str) -> ConfigError:
+    return ConfigError(f"{label} holds no text. Give a folder of text or JSONL files.")

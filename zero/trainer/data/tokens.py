@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero.errors import MachineError
-from zero.trainer.data.source import TokensConfig
+from zero.trainer.data.source import TokensConfig, check_length
 from zero.trainer.data.windows import Windows, decode_numbers
 
 DIGEST_BLOCK_BYTES = 64 * 1024
@@ -80,22 +80,36 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def open_tokens(config: TokensConfig, seq: int, seed: int, decode: Callable[[Tensor], str] = decode_numbers) -> Windows:
-    """Open the token file, and the validation file if there is one.
+def open_tokens(
+    config: TokensConfig,
+    seq: int,
+    seed: int,
+    *,
+    held_path: str | None = None,
+    decode: Callable[[Tensor], str] = decode_numbers,
+    what: str = "",
+) -> Windows:
+    """Open the token file, and another one for validation if there is one.
 
     The digest covers `file_digest` of each file, the dtype, and the split into training and validation.
+
+    Args:
+        what: the setting that a message begins with; "": data.path.
+
+    Raises:
+        ConfigError: training or validation has fewer tokens than a row.
     """
     file = TokenFile(config.path, config.dtype)
-    train = _Stretch(file, 0, file.numel)
     digests = [] if config.dtype == "uint16" else [str(config.dtype)]
     digests.append(file_digest(Path(config.path)))
-    if config.validation_path is None:
-        cut = file.numel - round(file.numel * config.holdout)
+    if held_path is None:
+        cut = config.lengths()[0]
         train, held = _Stretch(file, 0, cut), _Stretch(file, cut, file.numel)
         digests.append(str(cut))
     else:
-        other = TokenFile(config.validation_path, config.dtype)
-        held = _Stretch(other, 0, other.numel)
-        digests.append(file_digest(Path(config.validation_path)))
+        other = TokenFile(held_path, config.dtype)
+        train, held = _Stretch(file, 0, file.numel), _Stretch(other, 0, other.numel)
+        digests.append(file_digest(Path(held_path)))
+    check_length(what or f"data.path={config.path}", train.numel(), held.numel(), seq + 1, config.holdout)
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Windows(train, held, seq=seq, seed=seed, vocab_size=config.vocab, digest=digest, decode=decode)

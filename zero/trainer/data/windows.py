@@ -37,6 +37,9 @@ class Data(Protocol):
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in the first `count` passes over the data."""
 
+    def shares(self, rows: int) -> dict[str, float]:
+        """Return the share of each source of `data.mix` in the first rows; {} for one source."""
+
     def example(self) -> list[tuple[str, bool]]:
         """Return the parts of the first training row and whether they train; [] if all of every row does."""
 
@@ -103,6 +106,9 @@ class Windows:
 
     def example(self) -> list[tuple[str, bool]]:
         return []
+
+    def shares(self, rows: int) -> dict[str, float]:
+        return {}
 
     def rows_of_epochs(self, count: int) -> int:
         return count * self.train.numel() // self.seq  # drawn at random, so a pass has as many tokens as the data

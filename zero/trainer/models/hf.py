@@ -29,13 +29,11 @@ from zero.losses import IGNORE_INDEX, linear_cross_entropy
 from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import StoredWeights
 from zero.sequence import SharedRows
+from zero.trainer import hub
 from zero.trainer.data.rows import positions_of, tokens_of, trains_of
 from zero.trainer.models.hf_weights import HFWeights
 
 LossReduction = Literal["mean", "sum"]
-
-BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Files of a model's folder that an export copies: settings, tokenizer, templates."""
 
 
 def build(path: str | PathLike[str]) -> nn.Module:
@@ -335,7 +333,7 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
     if not folder.is_dir():
         settings(path).save_pretrained(out)
         return
-    for pattern in BESIDE:
+    for pattern in hub.BESIDE:
         for file in folder.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)

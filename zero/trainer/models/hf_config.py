@@ -9,6 +9,7 @@ from pydantic import model_validator
 from zero.core.schema import Section
 from zero.core.setting_types import Names, Natural, Needed, Positive, Rows, key
 from zero.errors import ConfigError
+from zero.trainer import hub
 from zero.trainer.data.tokenizer import FILE, SETTINGS
 
 
@@ -53,7 +54,8 @@ class HFConfig(Section):
     name: Literal["hf"] = key("hf", "kind of model")
     path: Needed = key(
         None,
-        "folder with config.json and safetensors; or a model type such as llama, with fresh weights; required",
+        "folder with config.json and safetensors; or ORG/NAME of Hugging Face's hub; or a model type such as llama, "
+        "with fresh weights; required",
         example="gpt2",
     )
     seq: Rows = key(256, "length of a training row, in tokens", unit="tokens", example="512 model.path=gpt2")
@@ -76,11 +78,19 @@ class HFConfig(Section):
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder has a tokenizer."""
-        return any((Path(self.path) / name).is_file() for name in (FILE, SETTINGS))
+        return any((self.files() / name).is_file() for name in (FILE, SETTINGS))
+
+    def files(self, *, weights: bool = False) -> Path:
+        """Return the folder of the model, which for a name of the hub is in its cache; a model type as it is.
+
+        Raises:
+            ConfigError: see `hub.model_folder`.
+        """
+        return hub.model_folder(self.path, weights=weights) if hub.is_name(self.path) else Path(self.path)
 
     def check(self) -> None:
         """Raise ConfigError for a folder without a readable config.json."""
-        folder = Path(self.path)
+        folder = self.files()
         if "/" in self.path and not folder.is_dir():
             raise ConfigError(
                 f"model.path={self.path} does not exist. Give a folder with config.json, or a model type."

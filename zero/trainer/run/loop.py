@@ -178,7 +178,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         number = self._meter.steps
         self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
         if self._skipped_in_a_row >= MOST_SKIPPED:
-            self._record.log(validated=False)
+            self._log(validated=False)
             raise NumericsError(
                 f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
                 f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}). Lower optim.lr, use "
@@ -197,7 +197,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if validating:
             self._validate()
         if validating or self._stopping or number % self._config.tracker.every == 0:
-            self._record.log(validated=validating)
+            self._log(validated=validating)
 
     def end(self) -> Summary:
         """Finish saves, generate the sample or evaluate, and write summary.json and report.html. Collective."""
@@ -247,6 +247,11 @@ class Run(contextlib.AbstractContextManager["Run"]):
             how = {"rows": self._config.val.rows, "sequence": self._config.zero.sequence}
             show = self._tracker.progress
             self._meter.validated(validation_loss(of_chunk, self._data, self._world, **how, progress=show))
+
+    def _log(self, *, validated: bool) -> None:
+        shares = self._data.shares(self._meter.tokens // self._config.model.seq)
+        further = {f"data/{name}": share for name, share in shares.items()}
+        self._record.log(validated=validated, further=further)
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts that a checkpoint stores in addition to the state."""

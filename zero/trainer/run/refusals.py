@@ -15,10 +15,13 @@ from zero.engine.plan import Plan
 from zero.errors import CheckpointError
 from zero.trainer.config import Config, kinds
 
-MATTERS = ("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision.", "debug.overfit")
+MATTERS = (
+    *("seed", "steps", "batch.global", "model.", "data.", "optim.", "schedule.", "precision."),
+    *("debug.overfit", "val.path"),
+)
 """Settings and sections that change the result of training."""
 
-MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights")
+MATTERS_TO_A_LOSS = ("seed", "data.", "precision.", "val.rows", "val.weights", "val.path")
 """Settings and sections that change the result of mode=eval."""
 
 AS_DECLARED = {"gpt": "gpt_nano"}

@@ -89,7 +89,7 @@ def _gpt(config: Config, sizes: GPTConfig, shared_rows: SharedRows | None) -> Ta
 
 
 def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows | None) -> Task:
-    model: Any = hf.build(chosen.path)
+    model: Any = hf.build(chosen.files())
     settings = model.config
     if other := hf.not_causal(model):
         raise ConfigError(
@@ -118,7 +118,7 @@ def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows |
         whole_rows = SharedRows(World.solo(shared_rows.group.device))
     if chosen.lora.rank:
         add_lora(model, chosen)
-    folder = Path(chosen.path)
+    folder = chosen.files(weights=config.mode == "train")
     weights = hf.weights(model, folder) if any(folder.glob("*.safetensors")) else None
     if weights is None and any(folder.glob("*.bin")):
         raise ConfigError(f"model.path={folder}: the weights are pickle files. Save them as safetensors first.")

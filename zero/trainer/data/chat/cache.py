@@ -7,14 +7,13 @@ chats do not move others, and the length of rows may change without encoding aga
 
 import hashlib
 import json
-import os
 import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,10 @@ from zero.errors import ConfigError, MachineError
 from zero.progress import Progress
 from zero.trainer.data.cached import ABOUT_FILE, agreed_folder, published
 from zero.trainer.data.chat.encoder import COMPARED, TRAINS_BIT, ChatEncoder
-from zero.trainer.data.chat.records import Chat, Record, chat_files, chat_of, records
-from zero.trainer.data.source import ChatConfig, drawn
+from zero.trainer.data.chat.formats import Chat, chat_of
+from zero.trainer.data.files import TextFile, drawn
+from zero.trainer.data.records import READERS, Record, files_at, hash_files, is_dataset, of_dataset, of_file
+from zero.trainer.data.source import ChatConfig
 from zero.trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ def check_chats(config: ChatConfig) -> None:
 def _checked(config: ChatConfig) -> ChatEncoder:
     """Return the encoder, with which the first chats were read."""
     end = Tokenizer(config.tokenizer, config.end).end
-    if not config.root.exists():
-        raise ConfigError(f"data.path={config.path} does not exist. Give a JSONL or Parquet file of chats.")
+    for place in config.places:
+        _files(place)  # raises ConfigError
     encoder = ChatEncoder(config.tokenizer, config.template, end)
-    first = [(chat_of(record)[1], record.where) for record in islice(records(config.root), COMPARED)]
+    first = [(chat_of(record)[1], record.where) for record in islice(_records(config), COMPARED)]
     if not first:
-        raise ConfigError(f"data.path={config.path} holds no chat.")
+        raise ConfigError(f"{config.label} holds no chat.")
     encoder.compare(first)
     encoder.encode(*first[0])
     return encoder
@@ -87,12 +88,12 @@ def open_chats(config: ChatConfig, seq: int, seed: int, world: "World | None", p
             continue
         (held if draw < config.holdout * DRAWS else train).append(place)
         draws.append(draw)
-    if not held and len(train) > 1:
+    if not held and len(train) > 1 and config.holdout > 0:
         held.append(train.pop(draws.index(min(draws))))
-    for share, places in (("training", train), ("validation", held)):
-        if not places:
+    for share, places, wanted in (("training", train, config.holdout < 1), ("validation", held, config.holdout > 0)):
+        if wanted and not places:
             raise ConfigError(
-                f"data.path={config.path} leaves no chat for {share}: {len(index) // 3} chats with tokens that train, "
+                f"{config.label} leaves no chat for {share}: {len(index) // 3} chats with tokens that train, "
                 f"{counts['left out']} of them left out because of model.seq={seq}."
             )
     digest = hashlib.sha256(f"{file_digest(folder / TOKENS_FILE)} {file_digest(folder / INDEX_FILE)}".encode())
@@ -147,17 +148,28 @@ def _name(config: ChatConfig, tokenizer: Tokenizer, encoder: ChatEncoder, progre
     for name in (tokenizer.file.name, "tokenizer_config.json", "special_tokens_map.json"):
         if (settings := tokenizer.file.with_name(name)).is_file():
             digest.update(hashlib.sha256(settings.read_bytes()).digest())
-    files, done = chat_files(config.root), 0
-    total = sum(file.stat().st_size for file in files)
-    for file in files:
-        key = "" if file == config.root else file.relative_to(config.root).as_posix()
-        digest.update(f"{len(os.fsencode(key))} {file.stat().st_size} ".encode() + os.fsencode(key))
-        with file.open("rb") as read:
-            while block := read.read(2**22):
-                digest.update(block)
-                done += len(block)
-                progress("comparing chats", min(done, total), total)
+    hash_files(digest, [file for place in config.places for file in _files(place)], "comparing chats", progress)
     return "chat-" + digest.hexdigest()[:32]
+
+
+def _files(place: str) -> list[TextFile]:
+    """Return the files of a place.
+
+    Raises:
+        ConfigError: there are none of records.
+    """
+    files = files_at(place, lambda path: path.suffix in READERS)
+    if not files or not (is_dataset(place) or all(file.path.suffix in READERS for file in files)):
+        raise ConfigError(f"data.path={place} holds no {', '.join(READERS)}. Write one chat in a line of JSON.")
+    return files
+
+
+def _records(config: ChatConfig) -> Iterator[Record]:
+    for place in config.places:
+        if is_dataset(place):
+            yield from of_dataset(place)
+        else:
+            yield from chain.from_iterable(of_file(file.path) for file in _files(place))
 
 
 def _make(config: ChatConfig, encoder: ChatEncoder, folder: Path, *, progress: Progress) -> None:
@@ -183,11 +195,15 @@ def _make(config: ChatConfig, encoder: ChatEncoder, folder: Path, *, progress: P
             if number % 100 == 0:
                 progress("encoding chats", number, number + 1)
     if not end:
-        where = first.where if first else config.path
+        where = first.where if first else config.label
         raise ConfigError(
             f"data.path: {where}, and all others: no token of an assistant. Check the roles, or the chat template."
         )
-    told = about | {"formats": [*formats], "marks": encoder.marks, "chats": str(config.root.absolute())}
+    told = about | {
+        "formats": [*formats],
+        "marks": encoder.marks,
+        "chats": [str(Path(place).absolute()) for place in config.places],
+    }
     (folder / ABOUT_FILE).write_text(json.dumps(told, indent=2))
 
 
@@ -195,7 +211,7 @@ def _compared(config: ChatConfig, encoder: ChatEncoder, formats: Counter[str]) -
     """Yield all records with their chats. Before the first one, the masks of the first ones are compared."""
 
     def read() -> Iterator[tuple[Record, Chat]]:
-        for record in records(config.root):
+        for record in _records(config):
             name, chat = chat_of(record)
             formats[name] += 1
             yield record, chat

@@ -68,6 +68,9 @@ class Chats:
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]
 
+    def shares(self, rows: int) -> dict[str, float]:
+        return {}
+
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in `count` epochs."""
         return self._train.of_epochs(count)

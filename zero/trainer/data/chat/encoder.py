@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zero.errors import ConfigError, in_short
 from zero.platform.installed import require_hf
-from zero.trainer.data.chat.records import Chat
+from zero.trainer.data.chat.formats import Chat
 
 COMPARED = 16
 """The number of chats on which the masks of the template and of spans are compared."""

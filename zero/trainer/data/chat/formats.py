@@ -1,24 +1,15 @@
-"""Chats in the formats that people have: read from JSON lines, Parquet files and folders of `datasets`.
+"""Chats in the formats that people have, recognised by the fields of a record.
 
-A format is recognised by the fields of a record. Each becomes a `Chat`: messages with roles, or a prompt with its
-completion.
+Each becomes a `Chat`: messages with roles, or a prompt with its completion.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zero.core.suggest import some
 from zero.errors import ConfigError, in_short
-from zero.platform.installed import require_hf
-from zero.trainer.data.json_lines import json_lines
-from zero.trainer.data.source import SAVED
-
-LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
-"""Endings of files of records."""
-
-RECORDS_PER_READ = 256
+from zero.trainer.data.records import Record
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
@@ -27,13 +18,6 @@ ROLES = {
     "function_call": "assistant",
 }  # fmt: skip
 """Roles in files -> roles of chat templates."""
-
-
-class Record(NamedTuple):
-    """A record of a file, and its place for messages."""
-
-    fields: Mapping[str, Any]
-    where: str
 
 
 class Chat(NamedTuple):
@@ -52,77 +36,6 @@ class Chat(NamedTuple):
     texts: tuple[str, str] | None = None
     tools: Sequence[Any] | None = None
     arguments: Mapping[str, Any] = {}
-
-
-def chat_files(root: Path) -> list[Path]:
-    """Return the files of the records, in the same order on every machine.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if root.is_file():
-        return [root]
-    if (root / SAVED).is_file():
-        return sorted(path for path in root.iterdir() if path.is_file())
-    files = sorted(path for path in root.rglob("*") if path.suffix in (*LINES, *PARQUET) and path.is_file())
-    if not files:
-        raise ConfigError(f"data.path={root} holds no .jsonl or .parquet file. Give files of chats.")
-    return files
-
-
-def records(root: Path) -> Iterator[Record]:
-    """Yield all records.
-
-    Raises:
-        ConfigError: a file cannot be read, or holds something else than records.
-    """
-    if (root / SAVED).is_file():
-        yield from _of_dataset(root)
-        return
-    for file in chat_files(root):
-        if file.suffix in PARQUET:
-            yield from _of_parquet(file)
-        elif file.suffix in LINES:
-            for where, fields in json_lines(file, "{'messages': ..}"):
-                yield Record(fields, where)
-        else:
-            raise ConfigError(f"data.path={file} is neither .jsonl nor .parquet. Write one chat in a line of JSON.")
-
-
-def _of_parquet(file: Path) -> Iterator[Record]:
-    require_hf("pyarrow", "data=chat needs for Parquet")
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(file).iter_batches(RECORDS_PER_READ):
-            for fields in batch.to_pylist():
-                yield Record(_without_nulls(fields), f"{file}, row {number}")
-                number += 1
-    except Exception as error:  # Arrow raises its own errors for damaged files
-        raise ConfigError(f"data.path: {file}, row {number}: Arrow cannot read it: {in_short(error)}") from error
-
-
-def _of_dataset(root: Path) -> Iterator[Record]:
-    require_hf("datasets", "data=chat needs")
-    import datasets
-
-    try:
-        rows = datasets.load_from_disk(str(root)).with_format(None)
-    except Exception as error:  # a damaged folder raises errors of Arrow, the file system or datasets
-        raise ConfigError(f"data.path={root}: datasets cannot read it: {in_short(error)}") from error
-    for number, fields in enumerate(rows):
-        yield Record(_without_nulls(fields), f"{root}, row {number}")
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value of Arrow without the fields that other rows have, which it fills with nulls."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-# Formats
 
 
 def chat_of(record: Record) -> tuple[str, Chat]:

@@ -271,7 +271,7 @@ def go(world, root):
     if world.rank == 0:
         keeper = Root(root)
         keeper.sweep()
-        keeper.retain(2, None, lambda folder: True)
+        keeper.retain(2, lambda step: False, lambda folder: True)
     world.barrier()
     fresh, step = setting.but(seed=5).start(world)
     found, rejected = open_latest(world, root)

@@ -141,6 +141,11 @@ def recovered(tree: Tree) -> tuple[Held, Held, bool]:
     return before, published_in(disk), litter
 
 
+def multiples_of(every: int | None) -> Callable[[int], bool]:
+    """The steps that `checkpoint.keep_every` keeps."""
+    return lambda step: every is not None and step % every == 0
+
+
 class Story:
     """The writes of a run, the promises at each moment, and the laws that a state after a crash breaks.
 
@@ -207,7 +212,7 @@ class Story:
         for step in set(self.promised) - set(newest):
             if not every or step % every:
                 del self.promised[step]
-        self.root.retain(keep, every, lambda folder: True)
+        self.root.retain(keep, multiples_of(every), lambda folder: True)
         self.look()
 
     def start_again(self) -> None:
@@ -527,7 +532,7 @@ def live(root: Root, promised: dict[int, set[bytes]]) -> int:
                 seen = published(Root(root.path))  # with one, perhaps, that is whole and was not acknowledged
                 for old in set(promised) - set(sorted(seen)[-2:]):
                     del promised[old]
-                root.retain(2, None, lambda folder: accepted(root, folder) is not None)
+                root.retain(2, multiples_of(None), lambda folder: accepted(root, folder) is not None)
         except CheckpointError as error:
             one_line(error, root.path.parent)
             errors += 1
@@ -645,7 +650,7 @@ def test_junk_is_no_step_and_stays(root):
         with pytest.raises(CheckpointError, match="is a link, or not a folder"):
             read_manifest(root.path / step_name(step), root.disk)
     root.sweep()
-    root.retain(2, None, lambda folder: True)
+    root.retain(2, multiples_of(None), lambda folder: True)
     swept = {name for name in JUNK if name.startswith((".tmp-", ".del-"))}
     assert set(os.listdir(root.path)) == (set(JUNK) - swept) | {step_name(step) for step in range(9, 15)}
 
@@ -946,7 +951,7 @@ def test_what_cannot_be_judged_is_not_removed(root):
         return True
 
     with pytest.raises(CheckpointError, match="gone"):
-        root.retain(2, None, judge)
+        root.retain(2, multiples_of(None), judge)
     assert root.steps() == [0, 20, 40, 60, 80]
 
 
@@ -959,7 +964,7 @@ def test_what_cannot_be_judged_is_not_removed(root):
 def test_retention_keeps_enough_valid_ones_and_removes_only_older_ones(steps, keep, every):
     tree = tuple(sorted((step_name(step), ()) for step in steps))
     root = Root(ROOT, CrashDisk((("run", (("checkpoints", tree),)),)))
-    root.retain(keep, every, lambda folder: steps[int(folder.name[5:])])
+    root.retain(keep, multiples_of(every), lambda folder: steps[int(folder.name[5:])])
     left = root.steps()
     valid = sorted(step for step, good in steps.items() if good)
     assert set(valid[-keep:]) <= set(left)

@@ -175,6 +175,8 @@ def open_at(world: World, path: Path, progress: Progress = silent) -> tuple[Chec
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
+    if path.is_symlink():  # its target has the step in its name, and a link may name another one later
+        path = path.parent / path.readlink()
     checkpoint, rejected = newest(world, root_at(path), progress=progress)
     if checkpoint is None:
         raise CheckpointError(by_rank_0(world, lambda: missing(path)))

@@ -1,5 +1,6 @@
 """Find checkpoints by the names of their folders, without torch and without reading their files."""
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,15 @@ def is_step(path: Path) -> bool:
 
 
 def root_at(path: Path) -> Path:
-    """Return the folder of checkpoints in `path` if `path` is the folder of a run, else `path` itself."""
-    return path / FOLDER if (path / FOLDER).is_dir() else path
+    """Return the folder of checkpoints of the run in `path`, which its summary names if it is elsewhere.
+
+    If `path` is not the folder of a run, return `path`.
+    """
+    if (path / FOLDER).is_dir():
+        return path / FOLDER
+    with suppress(OSError, ValueError, TypeError):
+        return Path(json.loads((path / "summary.json").read_text())["checkpoint"]).parent
+    return path
 
 
 def missing(path: Path) -> str:

@@ -9,10 +9,15 @@ from zero.tracker.report.scale import finite_values
 
 
 class EarlierStarts(NamedTuple):
-    """Best losses and seconds of the earlier starts of a resumed run; infinite losses and zero seconds if unknown."""
+    """Best losses and seconds of the earlier starts of a resumed run; infinite losses and zero seconds if unknown.
+
+    Attributes:
+        best_val_step: the step whose validation loss is `best_val_loss`.
+    """
 
     best_train_loss: float = inf
     best_val_loss: float = inf
+    best_val_step: float = inf
     seconds: float = 0.0
 
     @classmethod
@@ -36,9 +41,11 @@ def earlier_starts(folder: Path, step: int) -> EarlierStarts:
     summary = EarlierStarts.of(run.summary)
     rows = [row for row in run.rows if row["step"] <= step]
     train, val = (
-        [loss for row in rows if (loss := finite_values(row.get(f"{kind}/loss"))) is not None]
+        [(loss, row["step"]) for row in rows if (loss := finite_values(row.get(f"{kind}/loss"))) is not None]
         for kind in ("train", "val")
     )
     if (finite_values(run.summary.get("steps")) or inf) <= step:
-        train, val = [*train, summary.best_train_loss], [*val, summary.best_val_loss]
-    return EarlierStarts(min(train, default=inf), min(val, default=inf), summary.seconds)
+        train, val = [*train, (summary.best_train_loss, inf)], [*val, (summary.best_val_loss, summary.best_val_step)]
+    best_train_loss, _ = min(train, default=(inf, inf))
+    best_val_loss, best_val_step = min(val, default=(inf, inf))
+    return EarlierStarts(best_train_loss, best_val_loss, best_val_step, summary.seconds)

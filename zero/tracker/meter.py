@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Summary(NamedTuple):
     best_train_loss: float
     val_loss: float
     best_val_loss: float
+    best_val_step: int | None
     skipped: int
     ranks: int
     parameters_numel: int
@@ -137,8 +138,10 @@ class Meter:
 
     def go_on(self, *earlier: EarlierStarts) -> None:
         """Include the earlier starts of the run. Of several sources, the lowest losses and the most seconds count."""
-        train, val, seconds = zip(self._earlier, *earlier, strict=True)
-        self._earlier = EarlierStarts(min(train), min(val), max(seconds))
+        starts = (self._earlier, *earlier)
+        val_loss, val_step = min((start.best_val_loss, start.best_val_step) for start in starts)
+        best_train_loss = min(start.best_train_loss for start in starts)
+        self._earlier = EarlierStarts(best_train_loss, val_loss, val_step, max(start.seconds for start in starts))
 
     def count(self, metrics: Metrics, tokens: int | None = None) -> None:
         """Count a step.
@@ -156,7 +159,8 @@ class Meter:
     def validated(self, loss: float) -> None:
         """Store a validation loss for the next row and the summary."""
         self.val_loss = loss
-        self._earlier = self._earlier._replace(best_val_loss=min(self._earlier.best_val_loss, loss))
+        if loss < self._earlier.best_val_loss:
+            self._earlier = self._earlier._replace(best_val_loss=loss, best_val_step=self.steps)
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
         """Return a row of metrics about the steps since the last row, with the keys of `tracker.ROW`. Collective.
@@ -211,6 +215,7 @@ class Meter:
             best_train_loss=so_far.best_train_loss,
             val_loss=self.val_loss,
             best_val_loss=so_far.best_val_loss,
+            best_val_step=None if so_far.best_val_step == inf else int(so_far.best_val_step),
             skipped=self.skipped,
             tokens_per_s=tokens_per_s,
             mfu=self._mfu(tokens_per_s),

@@ -64,11 +64,12 @@ def _check_path(offload: Offload) -> None:
 
 def _check_checkpoints(config: Config) -> None:
     """Raise ConfigError unless the checkpoint to resume exists and checkpoint.dir can be written."""
-    if config.resume not in ("none", "latest") and not Path(config.resume).exists():
-        instead = "" if "/" in config.resume else suggest.meant(config.resume, ("latest", "none"))
-        instead = instead or ". Give latest, or the folder of a step, a run or several."
+    words = ("latest", "best", "none")
+    if config.resume not in words and not Path(config.resume).exists():
+        instead = "" if "/" in config.resume else suggest.meant(config.resume, words)
+        instead = instead or ". Give latest, best, or the folder of a step, a run or several."
         raise ConfigError(f"resume={config.resume} does not exist{instead}")
-    if config.resume not in ("none", "latest") and (nothing := step_folders.missing(Path(config.resume))):
+    if config.resume not in words and (nothing := step_folders.missing(Path(config.resume))):
         raise ConfigError(f"resume={nothing}")
     if config.checkpoint.dir is None:
         return

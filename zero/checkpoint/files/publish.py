@@ -207,8 +207,8 @@ class Root(Listing):
         with naming(self.path, "removing replaced checkpoints"):
             self._discard(doomed)
 
-    def retain(self, keep: int, every: int | None, valid: Callable[[Path], bool]) -> None:
-        """Remove checkpoints older than the last `keep` valid ones, except for steps that `every` divides.
+    def retain(self, keep: int, spared: Callable[[int], bool], valid: Callable[[Path], bool]) -> None:
+        """Remove checkpoints older than the last `keep` valid ones, except for the steps that are spared.
 
         Newer checkpoints that are not valid are kept, because a newer version of the library may have written them. If
         fewer than `keep` are valid, nothing is removed.
@@ -216,7 +216,7 @@ class Root(Listing):
         Args:
             keep: at least 2, so that one checkpoint is left if the newest is damaged (but for a frozen file that both
                 share).
-            every: older steps that are multiples of this number are kept, too; None keeps no older steps.
+            spared: returns whether an older step is kept, too.
             valid: returns whether a folder is a valid checkpoint. Called for the newest folders first, until it has
                 returned True `keep` times.
         """
@@ -225,7 +225,7 @@ class Root(Listing):
             folder = self.path / step_name(step)
             if kept < keep:
                 kept += valid(folder)
-            elif not every or step % every:
+            elif not spared(step):
                 doomed.append(folder)
         with naming(self.path, "removing old checkpoints"):
             self._discard(doomed)

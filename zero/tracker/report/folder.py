@@ -13,7 +13,7 @@ import yaml
 
 from zero.platform.timeline import Span, from_trace
 from zero.tracker.report.scale import finite_values
-from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, RUNNING, STOPPED
+from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, PATIENCE_REACHED, RUNNING, STOPPED
 
 OWN_LOOP = "loop"
 """The section of config.yaml in which `zero.track` describes a run; runs of train.py do not have it."""
@@ -53,7 +53,7 @@ class RecordedRun(NamedTuple):
 
     @property
     def status(self) -> Status:
-        if self.reason in (FINISHED, EVALUATED, CUT_SHORT):
+        if self.reason in (FINISHED, EVALUATED, CUT_SHORT, PATIENCE_REACHED):
             return "finished"
         if self.reason == RUNNING:
             return "running"

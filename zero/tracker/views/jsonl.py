@@ -19,6 +19,7 @@ RUNNING = "running, or ended without a word"
 """The exit reason in summary.json until a run ends; it remains if the process is killed."""
 
 FINISHED, EVALUATED, STOPPED, CUT_SHORT = "finished", "evaluated", "stopped by a signal", "debug.stop_at reached"
+PATIENCE_REACHED = "val.patience reached"
 """Exit reasons of runs that ended without an error."""
 
 

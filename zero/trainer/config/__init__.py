@@ -47,8 +47,8 @@ class Config(Settings):
     )
     resume: PathText = key(
         "none",
-        "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), or the path of a step, "
-        "a run or a folder of checkpoints",
+        "checkpoint to continue from: none (begin anew), latest (the newest valid checkpoint), best (see "
+        "checkpoint.best), or the path of a step, a run or a folder of checkpoints",
         example="latest",
     )
     epochs: Rows | None = key(
@@ -86,6 +86,8 @@ class Config(Settings):
             raise ConfigError(f"explain.key={self.explain.key} does nothing in mode={self.mode}. Add mode=explain.")
         if self.mode == "eval" and self.resume == "none":
             raise ConfigError("mode=eval needs a checkpoint: set resume=latest, or resume=PATH of a step or a run")
+        if self.val.patience is not None and not self.val.every:
+            raise ConfigError("val.patience counts validations, but val.every=0 makes one. Set val.every=100.")
         if self.val.weights == "ema" and self.mode not in ("eval", "explain"):
             raise ConfigError(f"val.weights=ema does nothing in mode={self.mode}. Add mode=eval resume=PATH.")
         of_transformers = isinstance(self.model, HFConfig)

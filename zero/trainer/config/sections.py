@@ -61,6 +61,13 @@ class Val(Section):
         "data for validation, read as the training data is, all of which then trains; null: data.holdout of it",
         example="held.jsonl data=chat data.path=chats.jsonl model=hf model.path=path/to/llama",
     )
+    at_start: bool = key(False, "validate before the first step too", example="true")
+    patience: Whole | None = key(
+        None,
+        "end the run after so many validations in a row without a lower loss; null: never",
+        unit="validations",
+        example="3",
+    )
     every: Natural = key(100, "steps between two validations; 0: only after the last step", unit="steps", example="50")
     rows: Rows = key(
         64,
@@ -151,6 +158,12 @@ class CheckpointSection(Section):
         "keep those of every so many steps as well; null: no others",
         unit="steps",
         example="1000 checkpoint.every=100",
+    )
+    best: Literal["val/loss"] | None = key(
+        None,
+        "save after each validation with the lowest loss so far, and keep the last of these, as the link best beside "
+        "the checkpoints; null: keep by age alone",
+        example="val/loss",
     )
     async_: bool = key(
         False,

@@ -21,7 +21,7 @@ from zero.errors import NumericsError, Preempted
 from zero.tracker import Tracker
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.run_record import RECORDED, RunRecord
-from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, STOPPED
+from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, PATIENCE_REACHED, STOPPED
 from zero.trainer.config import Config
 from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import describe, preempted, save_on_sigint
@@ -124,10 +124,13 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._tracker.note(f"the checkpoint is at step {first - 1} of {self._last}: nothing is left to train")
         if self._config.checkpoint.every > 0 or self._config.checkpoint.dir is not None:
             save_on_sigint(announces=self._world.rank == 0)
+        if self._config.val.at_start and first == 1:
+            self._validate()
+            self._log(validated=True)
         self._recorded = step_to_record(first - 1 + RECORDED, self._last, self._is_followed)
         for number in range(first, self._last + 1):
             yield number
-            if self._stopping:
+            if self._stopping or self._is_out_of_patience:
                 return
 
     def microbatches(self) -> tuple[torch.Tensor, ...]:
@@ -185,17 +188,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 "precision=bf16, or resume from an older checkpoint."
             )
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
-        saving = self._stopping or self._saver.is_due(number, self._last)
         validating = not self._stopping and self._is_validated(number)
-        if saving or validating:  # else their time would include the updates of this step
+        if validating or self._stopping or self._is_followed(number):  # their time would include this step's updates
             self._state.runtime.finish_step()
         with self._meter.interval.clock_stopped():
             self._saver.publish_if_written(metrics.rank_flags)
-        if saving:
-            with self._meter.interval.paused():
-                self._saver.save(self._state)
         if validating:
             self._validate()
+        best = validating and self._config.checkpoint.best is not None and self._meter.so_far.best_val_step == number
+        if best or self._stopping or self._saver.is_due(number, number if self._is_out_of_patience else self._last):
+            with self._meter.interval.paused():
+                self._saver.save(self._state, best=best)
         if validating or self._stopping or number % self._config.tracker.every == 0:
             self._log(validated=validating)
 
@@ -231,7 +234,17 @@ class Run(contextlib.AbstractContextManager["Run"]):
             text = sample_text(partial(self._logits, self._state), self._data, self._world, self._config)
             self._record.further["sample"] = text
             self._tracker.note(f"sample:\n{text.rstrip()}")
+        if self._meter.steps < self._last:
+            loss, step = self._meter.so_far.best_val_loss, self._meter.so_far.best_val_step
+            self._tracker.note(f"val.patience: the validation loss was lowest at step {step:g}, {loss:.4f}")
+            return PATIENCE_REACHED
         return FINISHED if self._last == self._config.steps else CUT_SHORT
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        """Whether the last `val.patience` validations have not lowered the loss."""
+        patience, best = self._config.val.patience, self._meter.so_far.best_val_step
+        return patience is not None and self._meter.steps - best >= patience * self._config.val.every
 
     def _is_followed(self, number: int) -> bool:
         """Return whether a validation or a save comes between step `number` and the next."""

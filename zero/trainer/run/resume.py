@@ -25,6 +25,7 @@ from zero.tracker import Tracker
 from zero.tracker.earlier_starts import EarlierStarts, earlier_starts
 from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
+from zero.trainer.run.best import best_in
 from zero.trainer.run.refusals import refuse_other_model, refuse_other_moments
 from zero.trainer.run.starts import clean, root_of, suspects
 
@@ -49,6 +50,8 @@ def find(config: Config, world: World, folder: Path, tracker: Tracker, *, restar
         checkpoint, rejected = None, []
     elif config.resume == "latest":
         checkpoint, rejected = _newest(config, world, folder, tracker.progress)
+    elif config.resume == "best":
+        checkpoint, rejected = _best(config, world, folder, tracker.progress), []
     else:
         checkpoint, rejected = open_at(world, Path(config.resume), tracker.progress)
     if trains and not lines:
@@ -84,8 +87,15 @@ def _newest(config: Config, world: World, folder: Path, progress: Progress) -> t
     return None, []
 
 
+def _best(config: Config, world: World, folder: Path, progress: Progress) -> Checkpoint:
+    paths = by_rank_0(world, lambda: [str(path) for root in _newest_roots(config, folder) if (path := best_in(root))])
+    if not paths:
+        raise CheckpointError("resume=best: no run has saved with checkpoint.best. Give latest, or the path of a step.")
+    return open_at(world, Path(paths[0]), progress)[0]
+
+
 def _newest_roots(config: Config, folder: Path) -> list[Path]:
-    """Return the folders that `resume=latest` searches, the folder with the latest save first.
+    """Return the folders that `resume=latest` and `resume=best` search, the folder with the latest save first.
 
     They are this run's own folder of checkpoints, if it has any or `checkpoint.dir` is set; otherwise those of the runs
     beside this run.
@@ -159,7 +169,7 @@ def _again(
     began = lines[0]["from"]
     step = -1 if began is None else lines[0]["step"]
     suspected = suspects(lines)
-    named = config.resume not in ("none", "latest") and is_step(Path(config.resume))
+    named = config.resume not in ("none", "latest", "best") and is_step(Path(config.resume))
     if named:
         suspected.pop(Path(began), None)  # the user has named this checkpoint, so no other may be used
 

@@ -22,6 +22,7 @@ from zero.platform.host_memory import free_host_bytes
 from zero.platform.step_folders import step_of
 from zero.tracker import Tracker
 from zero.trainer.config import Config
+from zero.trainer.run.best import best_in, mark
 from zero.trainer.run.refusals import differences
 from zero.trainer.run.starts import record_saved, record_start, root_of
 
@@ -62,6 +63,7 @@ class Saver:
         self._facts = lambda: {**facts(), "digest of the config": digest}
         self._stop_requested, self._folder, self.root = stop_requested, folder, Root(root_of(config, folder))
         self._under_way: Saving | None = None
+        self._is_best = False  # of the save under way
         self.last_published: Path | None = None
         self._valid = set() if began_from is None else {began_from.folder.absolute()}
         several = self._world.nodes > 1
@@ -87,14 +89,18 @@ class Saver:
         if self._under_way is not None and all(int(flag) & NOTHING_TO_WRITE for flag in flags):
             self.finish()
 
-    def save(self, state: State) -> None:
+    def save(self, state: State, *, best: bool = False) -> None:
         """Save the state; with `checkpoint.async` only start the save. Collective.
+
+        Args:
+            best: whether this is the best state so far, with `checkpoint.best`.
 
         Raises:
             CheckpointError: this save or the one before it failed, and `checkpoint.on_failure` is stop.
         """
         state.runtime.settle()
         self.finish()
+        self._is_best = best
         with self._tolerating_failures():
             self._under_way = Saving(
                 state, self.root, self._facts(), behind=self._fits_beside(state), progress=self._tracker.progress
@@ -134,7 +140,14 @@ class Saver:
             self._tracker.note(f"warning: not saved, but training continues: {error}")
 
     def _keep(self, published: Path) -> None:
-        self.root.retain(self._keys.keep, self._keys.keep_every, lambda path: path.absolute() in self._valid)
+        if self._is_best:
+            mark(published)
+        best, every = best_in(self.root.path), self._keys.keep_every
+
+        def spared(step: int) -> bool:
+            return (every is not None and step % every == 0) or (best is not None and step == step_of(best.name))
+
+        self.root.retain(self._keys.keep, spared, lambda path: path.absolute() in self._valid)
         record_saved(self._folder, published)
 
     def _fits_beside(self, state: State) -> bool:

@@ -28,6 +28,7 @@ from zero.testing import run_ranks  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
+from zero.trainer.models.hf_config import LoRAConfig  # noqa: E402
 from zero.trainer.models.lora import targets  # noqa: E402
 from zero.trainer.run.task import build_task  # noqa: E402
 
@@ -229,7 +230,7 @@ def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(bas
 
 def test_what_does_not_fit_an_adapter_is_one_line(base, here, capsys, monkeypatch):
     assert command(base / "llama", "model.lora.targets=[q_prj]") == 2
-    assert "model.lora.targets: no linear layer matches q_prj. Did you mean q_proj?" in capsys.readouterr().err
+    assert "model.lora.targets: no layer or expert matches q_prj. Did you mean q_proj?" in capsys.readouterr().err
     assert command(base / "gpt2", "model.lora.targets=[lm_head]") == 2
     assert "model.lora.targets: lm_head is tied to transformer.wte.weight, so an adapter" in capsys.readouterr().err
     with pytest.warns(RuntimeWarning, match="(rank|alpha)_pattern"):  # peft's own, which are not suppressed
@@ -296,13 +297,13 @@ def test_an_export_needs_neither_the_base_nor_peft(base, here, monkeypatch):
     ],
 )
 def test_targets_are_the_layers_whose_name_ends_as_the_pattern(patterns, expected, base):
-    assert targets(hf.build(base / "llama"), patterns) == expected
+    assert targets(hf.build(base / "llama"), LoRAConfig(rank=4, targets=patterns)) == (expected, [])
 
 
 def test_without_targets_every_linear_layer_but_the_head_has_an_adapter(base):
     for family, count in (("llama", 14), ("gpt2", 8), ("mixtral", 8)):
-        layers = targets(hf.build(base / family), ())
-        assert len(layers) == count
+        layers, experts = targets(hf.build(base / family), LoRAConfig(rank=4))
+        assert (len(layers), experts) == (count, [])
         assert "lm_head" not in layers
 
 
@@ -445,25 +446,6 @@ def test_an_adapter_that_is_computed_from_the_base_is_refused_where_the_base_com
 def test_an_adapter_that_is_computed_from_a_base_without_values_is_refused_by_peft_in_one_line(first, base):
     with pytest.raises(OutsideUnitError, match=r"no values yet.* Write init_lora_weights=True, or build the model"):
         peft.get_peft_model(hf.build(base / "llama"), peft.LoraConfig(r=2, init_lora_weights=first))
-
-
-@pytest.mark.parametrize(
-    ("adapted", "name"),
-    [
-        (
-            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
-            "experts .*of peft for gate_up_proj",
-        ),
-        ({"target_modules": "all-linear"}, "gate .*of peft for weight"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
-def test_adapters_of_parameters_of_experts_are_refused_by_their_names(adapted, name, base):
-    model = transformers.AutoModelForCausalLM.from_pretrained(base / "mixtral")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **adapted))
-    with pytest.raises(PlanError, match=rf"layers\.0\.mlp\.{name}.*without target_parameters") as caught:
-        zero.Plan(model, optimizer=zero.adamw(1e-2), world=zero.open_world())
-    assert "q_proj.base_layer" not in str(caught.value)
 
 
 def test_adapters_of_any_name_begin_as_peft_made_them(base):

@@ -6,13 +6,14 @@ model.layers.0.self_attn.q_proj.weight                                   in the 
 
 from collections.abc import Collection
 
-PREFIX, COPIES = "base_model.model.", "modules_to_save"
-"""Parts of names that peft adds: for the model, and for modules that train as they are."""
+PREFIX, BASE, COPIES = "base_model.model.", "base_layer", "modules_to_save"
+"""Parts of names that peft adds: for the model, for the module inside an adapter, and for modules that train as they
+are."""
 
 
 def plain_name(name: str, adapters: Collection[str]) -> str:
     """Return `name` without the parts that peft adds for the model, for wrapped modules and for these adapters."""
     if not adapters:
         return name
-    added = {"base_layer", "original_module", COPIES, *adapters}
+    added = {BASE, "original_module", COPIES, *adapters}
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in added)

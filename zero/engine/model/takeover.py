@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero.core.suggest import some
 from zero.distributed.mesh import Placed, is_dtensor, local_part
 from zero.engine.meta import Unmade, is_meta
+from zero.engine.model.adapted_parameters import put_in_place
 from zero.engine.model.padded_encoder import watch_encoders
 from zero.engine.model.placeholder import ParameterPlaceholder, register_hooks, reject_optimizer
 from zero.engine.model.read_only import version_of
@@ -221,6 +222,7 @@ def attach(model: nn.Module, splitting: Splitting, run: Callable[[Site], SiteRun
         module = model.get_submodule(site.path)
         undo.callback(call_through(module, partial(run(site), Body(module))))
     undo.callback(watch_encoders(model, splitting.sites))
+    undo.callback(put_in_place(model))
     for owner in splitting.owners:
         hook = model.get_submodule(owner.path).register_state_dict_post_hook(_full_values)
         undo.callback(hook.remove)

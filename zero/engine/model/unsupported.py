@@ -6,6 +6,7 @@ Classes of other libraries are recognized by the name of their Python module, to
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from zero.core.precision import DTYPES, Precision
 from zero.core.suggest import some
 from zero.distributed.mesh import is_dtensor
 from zero.engine.meta import Unmade, is_meta
+from zero.engine.model.adapted_parameters import is_adapted_parameter
 from zero.errors import PlanError
 from zero.platform.safetensors_files import DTYPE_NAMES
 
@@ -68,10 +70,10 @@ def _faults_of_module(module: nn.Module) -> Faults:
         any(tensor is not None and is_lazy(tensor) for tensor in tensors),
         " whose sizes are not known yet. Run one batch through the model before you make the plan.",
     )
+    wrapper = cast(Any, module)
     yield (
-        type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."),
-        f" of peft for {getattr(module, 'parameter_name', '')}, whose forward replaces this parameter, so zero cannot "
-        "train it. Adapt linear layers without target_parameters: target_modules=['q_proj', 'v_proj'].",
+        is_adapted_parameter(module) and wrapper.parameter_name not in wrapper.get_base_layer()._parameters,
+        f" of peft for {getattr(module, 'parameter_name', '')}, which is parametrized. Adapt a linear layer instead.",
     )
     for home, line in WRAPPERS:
         yield type(module).__module__.startswith(home), f", {line}"

@@ -297,8 +297,8 @@ def _refuse_unmade(built: Mapping[str, Tensor], model: nn.Module, names: Iterabl
             )
         if recipe is not None and not replaced.keys().isdisjoint(reached([recipe.root])):
             raise PlanError(
-                f"{name} was computed from a parameter whose value comes from weights. Choose other first values, such "
-                "as init_lora_weights=True."
+                f"{name} was computed from a parameter whose value comes from weights. Build the model with its "
+                "values, or choose other first values, such as init_lora_weights=True without DoRA."
             )
 
 

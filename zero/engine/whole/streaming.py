@@ -22,6 +22,7 @@ from zero.engine.model import Flat
 from zero.engine.runtime import Runtime
 from zero.engine.state import State
 from zero.engine.unit_state import UnitState
+from zero.engine.whole.merged import check_adapters, merged_weights
 from zero.engine.whole.names import Source, state_of
 from zero.errors import ConfigError
 from zero.platform.device import torch_device
@@ -53,7 +54,12 @@ class Patch(NamedTuple):
 
 @overload
 def stream_weights(
-    source: Source, *, changed_since: None = None, keep: bool = False, device: torch.device | str | None = None
+    source: Source,
+    *,
+    changed_since: None = None,
+    keep: bool = False,
+    merged: bool = False,
+    device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def stream_weights(
@@ -64,6 +70,7 @@ def stream_weights(
     *,
     changed_since: int | None = None,
     keep: bool = False,
+    merged: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]] | Iterator[Patch]:
     """Return an iterator over the weights, in the dtype of compute, for an inference engine. Collective.
@@ -86,28 +93,39 @@ def stream_weights(
             shape), or several, for each parameter of which an element has changed. Applied to the weights of that
             stream, the patches make the present weights, bit for bit. The next `changed_since` is the present step.
         keep: keep a copy of this rank's shard of the trained weights in host memory, for a later `changed_since`.
+        merged: merge the active adapters of peft in the dtype of compute, as its `merge_and_unload` does, and yield the
+            weights of the base by their names in the base. All weights are yielded: not with `changed_since` or `keep`.
         device: the device of the tensors; None: the world's.
 
     Raises:
         ConfigError: `changed_since` is not the step of the last stream with `keep`, or that stream was not read to its
-            end (also by the iterator); or the model gained, lost or exchanged a parameter.
+            end (also by the iterator); `merged` without adapters, or with an adapted weight that a module outside of
+            the adapter shares; or the model gained, lost or exchanged a parameter.
         HandshakeError: the ranks called this with different arguments, or have kept different steps.
         StaleStateError: the state is spent. By the iterator: it took a step meanwhile.
     """
     state = state_of(source, "zero.stream_weights", "for name, tensor in zero.stream_weights(state):")
     runtime, kept = state.runtime, state.runtime.streamed
     checks.boolean("keep", keep)
+    checks.boolean("merged", merged)
     if changed_since is not None:
         checks.whole("changed_since", changed_since, 0)
     where = runtime.plan.world.device if device is None else torch_device(device)
-    fields = {"changed_since": repr(changed_since), "keep": repr(keep), "the kept step": repr(kept.step)}
+    fields = {"changed_since": repr(changed_since), "keep": repr(keep), "merged": repr(merged)}
+    fields["the kept step"] = repr(kept.step)
     runtime.plan.world.agree(fields, "arguments of zero.stream_weights")
     if changed_since is not None:
         _check_kept(kept.step, changed_since)
+    if merged:
+        if keep or changed_since is not None:
+            raise ConfigError("merged=True yields all weights. Call it without keep and changed_since.")
+        check_adapters(state.model)
     runtime.tree.check()
     runtime.write_edits()
     runtime.gather_changed()
-    return _weights(state, where, keep=keep) if changed_since is None else _patches(state, changed_since, where)
+    if changed_since is not None:
+        return _patches(state, changed_since, where)
+    return _merged(state, where) if merged else _weights(state, where, keep=keep)
 
 
 def _check_kept(kept: int | None, changed_since: int) -> None:
@@ -131,6 +149,18 @@ def _weights(state: State, device: torch.device, *, keep: bool) -> Iterator[tupl
                 yield slot.name, _full(state, unit, flat, slot).to(device, copy=True)
     if keep:
         kept.step = state.step
+
+
+@unobserved_items
+def _merged(state: State, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    where = {
+        slot.name: (unit, flat, slot)
+        for unit in state.runtime.units
+        for flat in unit.spec.flats
+        for slot in flat.values.slots
+    }
+    for name, tensor in merged_weights(state.model, where, lambda name: _full(state, *where[name])):
+        yield name, tensor.to(device, copy=True)
 
 
 @torch.no_grad()

@@ -25,12 +25,16 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from zero.checkpoint import Checkpoint, shape_of
+from zero.core.peft_names import BASE, plain_name
 from zero.core.precision import DTYPES
 from zero.core.setting_types import bytes_of
 from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
+from zero.formats.adapter import ADAPTER
 from zero.formats.exports import EXPORT_FORMATS
 from zero.trainer.models.hf_config import HFConfig, LoRAConfig
 from zero.trainer.text_output import command_line
@@ -66,11 +70,14 @@ def output_beside(step: Path, to: str) -> Path:
     return step.absolute().parent.parent / (f"exported-{to}" + ".pt" * (to == "torch"))
 
 
-def settings_of_adapter(config: object) -> Mapping[str, object]:
+def settings_of_adapter(checkpoint: Checkpoint) -> Mapping[str, object]:
     """Return peft's settings of the adapter that a run of train.py trained; {} for other runs."""
-    match config:
+    match checkpoint.facts.get("config"):
         case {"model": {"path": str(path), "lora": {"rank": int(rank)} as lora}} if rank:
-            return LoRAConfig(**lora).of_peft(path)
+            chosen = LoRAConfig(**lora)
+            fused = [entry.name for entry in checkpoint.manifest.entries if len(shape_of(checkpoint, entry)) == 3]
+            names = [plain_name(name, {ADAPTER}) for name in fused if BASE in name.split(".")]
+            return chosen.of_peft(path, {*chain.from_iterable(chosen.matches(names).values())})
     return {}
 
 
@@ -98,7 +105,7 @@ def main(words: Sequence[str]) -> int:
                 print(f"rejected {line}", file=sys.stderr)
             out = options.out or output_beside(checkpoint.folder, options.to)
             config = checkpoint.facts.get("config")
-            adapter = settings_of_adapter(config)
+            adapter = settings_of_adapter(checkpoint)
             done = export_checkpoint(
                 checkpoint,
                 options.to,

@@ -110,7 +110,8 @@ def flops_per_token(model: Any, seq: int) -> float | None:
 
 def _expert_count(model: Any, layer: str, parameter: Tensor) -> int:
     experts = model.get_submodule(f"{layer}.experts")
-    return len(experts) if isinstance(experts, nn.ModuleList) else parameter.shape[0]
+    fused = (other for other in experts.parameters() if other.dim() > 2)  # an adapter has matrices for all experts
+    return len(experts) if isinstance(experts, nn.ModuleList) else next(fused, parameter).shape[0]
 
 
 def _attention_numel(text: Any, seq: int) -> float:

@@ -1,6 +1,8 @@
 """Settings of a model of transformers. Does not import torch, so that a missing folder is reported at once."""
 
 import json
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Self
 
@@ -29,21 +31,40 @@ class LoRAConfig(Section):
     )
     targets: Names = key(
         (),
-        "linear layers that get an adapter, by name or pattern, such as [q_proj, layers.0.*]; []: all but the head",
+        "linear layers and fused experts that get an adapter, by name or pattern, such as [q_proj, experts.*]; []: "
+        "all linear layers but the head",
         example="[q_proj,v_proj] model.lora.rank=16 model.path=FOLDER",
+    )
+
+    rslora: bool = key(
+        False,
+        "scale the adapter by alpha / sqrt(rank), as rsLoRA does",
+        example="true model.lora.rank=64 model.path=FOLDER",
     )
 
     @model_validator(mode="after")
     def _has_a_rank(self) -> Self:
-        if not self.rank and (self.alpha is not None or self.targets):
-            name = "targets" if self.targets else "alpha"
+        if not self.rank and (self.alpha is not None or self.targets or self.rslora):
+            name = "targets" if self.targets else "rslora" if self.rslora else "alpha"
             raise ConfigError(f"model.lora.{name} does nothing without model.lora.rank. Set model.lora.rank=16.")
         return self
 
-    def of_peft(self, path: str) -> dict[str, object]:
-        """Return the fields of a `peft.LoraConfig` for the model at `path`, without its target_modules."""
-        alpha = self.alpha or 2 * self.rank
-        return {"r": self.rank, "lora_alpha": alpha, "task_type": "CAUSAL_LM", "base_model_name_or_path": path}
+    def of_peft(self, path: str, parameters: Iterable[str]) -> dict[str, object]:
+        """Return the fields of a `peft.LoraConfig` for the model at `path`, without its target_modules.
+
+        Args:
+            parameters: the full names of the fused experts that get an adapter.
+        """
+        fields = {"r": self.rank, "lora_alpha": self.alpha or 2 * self.rank, "task_type": "CAUSAL_LM"}
+        further = {"use_rslora": self.rslora, "target_parameters": sorted(parameters)}
+        return fields | {"base_model_name_or_path": path} | {name: value for name, value in further.items() if value}
+
+    def matches(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the full names that each of `targets` matches: the whole name or the end of it, as in peft."""
+        names = list(names)
+        return {
+            pattern: [name for name in names if fnmatchcase(f".{name}", f"*.{pattern}")] for pattern in self.targets
+        }
 
 
 class HFConfig(Section):

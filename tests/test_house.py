@@ -25,6 +25,7 @@ ROOMS = [
     "losses",
     "platform",
     "distributed",
+    "attention",
     "sequence",
     "store",
     "engine",

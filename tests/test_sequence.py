@@ -56,6 +56,52 @@ def test_attention_and_its_gradients_are_those_of_whole_rows(size, heads, kv_hea
         assert torch.allclose(torch.cat(parts, dim=2).double(), right, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("scoring", [{"window": 4}, {"softcap": 0.7}, {"window": 3, "softcap": 0.7}])
+def test_windows_caps_and_sinks_are_those_of_whole_rows(scoring, documents):
+    """On each rank with the sinks of its heads: other ranks' sinks get no gradient from it."""
+    whole = [draw(ROWS, n, TOKENS, 6, seed=n + i) for i, n in enumerate((8, 2, 2))]
+    weights, sinks = draw(ROWS, 8, TOKENS, 6, seed=9), draw(8, seed=10)
+
+    def of_slice(world):
+        q, k, v = (x.chunk(world.size, dim=2)[world.rank].clone().requires_grad_() for x in whole)
+        own = sinks.clone().requires_grad_()
+        result = attention(q, k, v, SharedRows(world, DOCUMENTS[documents]), sinks=own, **scoring)
+        made = torch.autograd.grad(result, (q, k, v, own), weights.chunk(world.size, dim=2)[world.rank])
+        return result.detach(), *made
+
+    alone = run_ranks(1, of_slice)[0]
+    for size in (2, 4):
+        *parts, of_sinks = zip(*run_ranks(size, of_slice), strict=True)
+        for part, right in zip(parts, alone[:4], strict=True):
+            assert torch.allclose(torch.cat(part, dim=2), right, atol=2e-6, rtol=0)
+        assert torch.allclose(sum(of_sinks), alone[4], atol=2e-6, rtol=0)
+        for rank, gradient in enumerate(of_sinks):
+            assert gradient.nonzero().flatten().tolist() == [*torch.arange(8).chunk(size)[rank]]
+
+
+@pytest.mark.parametrize(
+    ("scoring", "why"),
+    [
+        ({"window": 0}, "window=0: must be a whole number, 1 or more"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\), but q has 4 heads. Pass one for each head."),
+    ],
+)
+def test_numbers_of_attention_out_of_range_are_one_line(scoring, why):
+    with pytest.raises(ConfigError, match=why):
+        run_ranks(1, lambda world: attention(*[torch.zeros(1, 4, 2, 4)] * 3, SharedRows(world), **scoring))
+
+
+def test_documents_are_found_from_the_positions_of_all_slices():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+
+    def of_slice(world):
+        return SharedRows(world).packed(positions.chunk(world.size, dim=1)[world.rank]).documents
+
+    assert run_ranks(3, of_slice) == [((3, 2, 1), (6,))] * 3
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "why"),
     [

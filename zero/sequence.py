@@ -14,7 +14,7 @@ Letters: G ranks of a group, b rows, t tokens of a row, s = t / G tokens of a sl
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,14 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero.attention import Documents, Scoring, causal_attention
 from zero.core import checks
 from zero.distributed.world import World
 from zero.errors import ConfigError, HandshakeError
 from zero.losses import IGNORE_INDEX
 from zero.platform.files import memory_of
-
-Documents = tuple[tuple[int, ...], ...]
-"""For each row, the tokens of its documents."""
 
 
 class SharedRows(NamedTuple):
@@ -39,6 +37,16 @@ class SharedRows(NamedTuple):
     group: World
     documents: Documents | None = None
     """Tokens attend within their document only; None: each row is one document."""
+
+    def packed(self, positions: Tensor) -> "SharedRows":
+        """Return these rows with their documents, which begin where positions do not go on by one. Collective.
+
+        Args:
+            positions: (b, s), positions of this rank's tokens in their documents. The host waits for them.
+        """
+        everyone = self.group.exchange(positions.flatten().cpu(), what="positions of documents")
+        whole = everyone.unflatten(1, positions.shape).transpose(0, 1).flatten(1)
+        return self._replace(documents=_documents(whole, None))
 
 
 def open_group(world: World, size: int) -> World:
@@ -74,7 +82,16 @@ def check_heads(heads: int, kv_heads: int, size: int, name: str = "sequence para
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: SharedRows, *, scale: float | None = None, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: SharedRows,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention over whole rows for this rank's slice of tokens, (b, h, s, d). Collective in the group.
 
@@ -82,19 +99,26 @@ def attention(
         q: (b, h, s, d).
         k, v: (b, kv heads, s, d), where kv heads divide h.
         scale: factor of the scores; None: 1 / sqrt(d).
-        dropout: the probability that a weight is set to zero.
+        dropout: the probability that a weight is set to zero; 0 with `softcap` or a window shorter than a document.
+        window: number of tokens that a token sees, itself included (a sliding window); None: all before it.
+        softcap: bound of the scores, softcap * tanh(score / softcap); None: no bound.
+        sinks: (h,), a score of each head that takes a share of the weights and has no value; None: no sinks.
 
     Raises:
-        ConfigError: a tensor has another shape, or the heads do not divide over the ranks, see `check_heads`.
+        ConfigError: a tensor has another shape, a number is out of range, dropout where it must be 0, or the heads do
+            not divide over the ranks, see `check_heads`.
     """
     checks.instance("rows", rows, SharedRows, "Pass shared_rows of SequenceParallel.slice.")
     _check_shapes(q, k, v)
+    _check_scoring(q, window, softcap, sinks)
     size, kv_heads = rows.group.size, k.shape[1]
     check_heads(q.shape[1], kv_heads, size)
     if kv_heads % size:
         k, v = (x.repeat_interleave(size // kv_heads, dim=1) for x in (k, v))
-    qkv = _Exchange.apply(rows.group, True, q, k, v)
-    result = _within_documents(qkv, rows.documents, {"scale": scale, "dropout_p": dropout})
+    if sinks is not None:
+        sinks = sinks.chunk(size)[rows.group.rank]
+    q, k, v = _Exchange.apply(rows.group, True, q, k, v)
+    result = causal_attention(q, k, v, rows.documents, Scoring(scale, dropout, window, softcap, sinks))
     return _Exchange.apply(rows.group, False, result)[0]
 
 
@@ -107,16 +131,15 @@ def _check_shapes(*qkv: Tensor) -> None:
         )
 
 
-def _within_documents(qkv: Sequence[Tensor], documents: Documents | None, how: Mapping[str, Any]) -> Tensor:
-    """Return causal attention within each document, one document after the other: no mask of t x t is made."""
-    if documents is None:
-        q, k, v = qkv
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], **how)
-    if len(set(documents)) > 1:
-        rows = zip(*(x.split(1) for x in qkv), strict=True)
-        return torch.cat([_within_documents(row, (n,), how) for row, n in zip(rows, documents, strict=True)])
-    parts = zip(*(x.split(documents[0], dim=2) for x in qkv), strict=True)
-    return torch.cat([_within_documents(part, None, how) for part in parts], dim=2)
+def _check_scoring(q: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
+    if window is not None:
+        checks.whole("window", window, 1)
+    if softcap is not None:
+        checks.number("softcap", softcap, lambda bound: bound > 0, "above 0")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ConfigError(
+            f"sinks have shape {tuple(sinks.shape)}, but q has {q.shape[1]} heads. Pass one for each head."
+        )
 
 
 class _Exchange(torch.autograd.Function):

@@ -30,12 +30,16 @@ from gpu_parts.training import (
     torch_optimizer,
     whole_model,
 )
+from zero.attention import Documents, Scoring, causal_attention
 from zero.engine.whole.read import digest
 from zero.errors import ZeroError
 from zero.trainer.models import GPTConfig, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BOUNDS = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
+SCORINGS = {"documents": Scoring(), "a window": Scoring(window=64), "a cap": Scoring(softcap=2.0)}
+"""Kinds of attention of ranks that share rows. In bf16 a GPU takes the first in torch's kernel of variable lengths."""
+
 SANITIZED_STEPS = 3
 """Steps under the sanitizer, which is slow. The second is the first one that follows an update."""
 
@@ -93,6 +97,8 @@ def check_laws(gpu: Gpu, sizes: Sizes, disk: Path, emit: Emit, budget: Budget) -
     be_deterministic(gpu, sizes, disk, emit)
     for precision in DTYPES:
         emit(against_torch(gpu, sizes, disk, precision))
+        for kind, scoring in SCORINGS.items():
+            emit(against_masks(gpu, sizes, precision, kind, scoring))
     for precision in ("bf16", "fp32", "fp16"):
         compare_digests(cases(sizes), precision, gpu, sizes, disk, emit)
 
@@ -175,7 +181,43 @@ def against_torch(gpu: Gpu, sizes: Sizes, disk: Path, precision: str) -> Row:
 
 
 Point = tuple[float, float]
-"""The loss and the gradient norm of one step."""
+"""The loss and the gradient norm of one step; of attention, the norms of its result and its gradients."""
+
+
+def against_masks(gpu: Gpu, sizes: Sizes, precision: str, kind: str, scoring: Scoring) -> Row:
+    """Return the largest differences between attention in packed rows of documents and a mask of all pairs in fp32."""
+
+    def points(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Point]:
+        return [_attended(attend, scoring, dtype, gpu, number) for number in range(2 * sizes.law_steps)]
+
+    ours, theirs = partial(points, causal_attention, DTYPES[precision]), partial(points, _masked, torch.float32)
+    return bounded(f"masks: {kind}", precision, gpu, sizes, ours, theirs)
+
+
+def _attended(attend: Callable[..., Tensor], scoring: Scoring, dtype: torch.dtype, gpu: Gpu, seed: int) -> Point:
+    """Return the norms of the result and of its gradients. Inputs are rounded to bf16, so that all dtypes hold them."""
+    random = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(2, heads, 320, 64, generator=random).bfloat16() for heads in (8, 2, 2, 8)]
+    q, k, v, weights = (x.to(gpu.device, dtype).requires_grad_() for x in drawn)
+    result = attend(q, k, v, ((200, 120), (1, 319)), scoring)
+    gradients = torch.autograd.grad(result, (q, k, v), weights.detach())
+    return float(result.detach().float().norm()), float(torch.stack([x.float().norm() for x in gradients]).norm())
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    places = torch.arange(q.shape[2], device=q.device)
+    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents]).to(
+        q.device
+    )
+    distance = places[:, None] - places
+    seen = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (distance >= 0)
+    if scoring.window is not None:
+        seen = seen & (distance < scoring.window)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
 def curve(gpu: Gpu, sizes: Sizes, disk: Path, precision: str, **plan: Any) -> list[Point]:

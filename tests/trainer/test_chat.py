@@ -27,6 +27,7 @@ from zero.trainer.data.chat.packing import TOGETHER, PackedRows, first_fit  # no
 from zero.trainer.data.records import Record  # noqa: E402
 from zero.trainer.data.rows import coded, positions_of, tokens_of, trains_of  # noqa: E402
 from zero.trainer.data.source import ChatConfig  # noqa: E402
+from zero.trainer.data.windows import slice_of  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
 
 SEQ = 96
@@ -50,8 +51,8 @@ THINKING = (
 )
 
 
-def model_folder(folder: Path, template: str | None = CHATML) -> Path:
-    """A tokenizer of bytes with a chat template, and the settings of a tiny Llama."""
+def model_folder(folder: Path, template: str | None = CHATML, family: str = "llama", **own: Any) -> Path:
+    """A tokenizer of bytes with a chat template, and the settings of a tiny model."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,8 +63,9 @@ def model_folder(folder: Path, template: str | None = CHATML) -> Path:
     fast.chat_template = template
     fast.save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=len(fast), max_position_embeddings=SEQ, **sizes)
-    config.architectures = ["LlamaForCausalLM"]
+    sizes |= {"vocab_size": len(fast), "max_position_embeddings": SEQ, **own}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    config.architectures = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
     config.save_pretrained(folder)
     return folder
 
@@ -275,6 +277,21 @@ def test_long_chats_are_cut_or_dropped(data, tmp_path):
     assert "2 longer than a row, 2 left out" in open_data(changed(config, long="drop"), SEQ, 0).about
 
 
+def by_document(model: Any, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The sum of the losses in plain torch on one document at a time, and the number of tokens that train."""
+    total, tokens = torch.zeros(()), 0
+    for row in rows:
+        starts = [*torch.nonzero(positions_of(row) == 0).flatten().tolist(), len(row)]
+        for begin, end in pairwise(starts):
+            inputs, targets = tokens_of(row[begin : end - 1]), tokens_of(row[begin + 1 : end])
+            targets = torch.where(trains_of(row[begin + 1 : end]), targets, -100)
+            if len(inputs):
+                logits = model(input_ids=inputs[None], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+                tokens += int((targets != -100).sum())
+    return total, tokens
+
+
 def test_a_packed_document_sees_itself_alone(llama, data):
     """Loss and gradients are those of plain torch on one document at a time."""
     torch.manual_seed(0)
@@ -285,20 +302,42 @@ def test_a_packed_document_sees_itself_alone(llama, data):
     for chunked in (False, True):
         loss, count = hf.loss_by_tokens(model, rows, chunked=chunked)
         gradients = torch.autograd.grad(loss, [*model.parameters()])
-        total, tokens = torch.zeros(()), 0
-        for row in rows:
-            starts = [*torch.nonzero(positions_of(row) == 0).flatten().tolist(), len(row)]
-            for begin, end in pairwise(starts):
-                inputs, targets = tokens_of(row[begin : end - 1]), tokens_of(row[begin + 1 : end])
-                targets = torch.where(trains_of(row[begin + 1 : end]), targets, -100)
-                if len(inputs):
-                    logits = model(input_ids=inputs[None], use_cache=False).logits[0]
-                    total = total + F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-                    tokens += int((targets != -100).sum())
+        total, tokens = by_document(model, rows)
         assert int(count) == tokens > 40
         torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-4)
         for ours, theirs in zip(gradients, torch.autograd.grad(total, [*model.parameters()]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_share_rows_tell_documents_apart_also_for_a_model_that_does_not(data, tmp_path):
+    """transformers' GptOss sees all chats of a packed row; the attention of shared rows does not."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2}
+    folder = model_folder(tmp_path, family="gpt_oss", head_dim=8, num_key_value_heads=2, sliding_window=7, **experts)
+    rows = open_data(data, SEQ, 0, rows=4).batch(1, 0, 4)
+
+    def new_model() -> Any:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        torch.nn.init.normal_(model.model.layers[0].self_attn.sinks)
+        return model
+
+    def of_slice(world: zero.World) -> tuple[float, int]:
+        with world.exclusive():
+            model = new_model()
+        zero.sequence_parallel(model, world)
+        shared_rows = zero.sequence.SharedRows(world)
+        with torch.no_grad():
+            loss, count = hf.loss_by_tokens(model, slice_of(rows, world.rank, world.size), shared_rows=shared_rows)
+        return loss.item(), int(count)
+
+    with torch.no_grad():
+        total, tokens = by_document(new_model(), rows)
+        together, _ = hf.loss_by_tokens(new_model(), rows)
+    assert abs(together - total) > 1e-2
+    for size in (1, 2, 4):
+        losses, counts = zip(*run_ranks(size, of_slice), strict=True)
+        assert sum(counts) == tokens
+        assert sum(losses) == pytest.approx(total.item(), rel=1e-6)
 
 
 def test_models_that_do_not_look_at_positions_are_refused():
@@ -427,6 +466,7 @@ def test_two_ranks_train_the_rows_of_one(llama, data, here):
     "words",
     [
         ["launch.ranks=2", "zero.sequence=2"],
+        ["launch.ranks=2", "zero.sequence=2", "data.pack=true"],
         ["debug.replay=2"],
         ["zero.activations=remat", "zero.stage=3", "offload=cpu"],
         ["model.chunked_loss=false"],
@@ -436,20 +476,31 @@ def test_two_ranks_train_the_rows_of_one(llama, data, here):
 def test_slices_replays_and_recomputation_train_the_same(llama, data, here, words):
     """Pairs of a loss by tokens with what else divides or repeats a step; slices have different numbers of tokens."""
     losses = []
-    for name, more in (("plain", []), ("other", words)):
-        assert run(llama, data, "steps=4", "data.pack=false", f"hydra.run.dir={name}", *more) == 0
+    pack = "data.pack=true" if "data.pack=true" in words else "data.pack=false"
+    for name, more in (("plain", [pack]), ("other", [pack, *words])):
+        assert run(llama, data, "steps=4", f"hydra.run.dir={name}", *dict.fromkeys(more)) == 0
         losses.append([row["train/loss"] for row in rows_of(here / name)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.process
+def test_packed_chats_of_ranks_that_share_rows_train_as_on_one_rank(data, here, tmp_path):
+    """Attention sees the chat of a token alone, in its window; a chat goes on from one rank's slice to the next."""
+    own = {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 7, "initializer_range": 0.2}
+    gemma = model_folder(tmp_path / "gemma", family="gemma2", **own)
+    losses = []
+    for count in (1, 2):
+        words = (f"launch.ranks={count}", f"zero.sequence={count}", f"hydra.run.dir=shared{count}", "zero.stage=3")
+        assert run(gemma, data, "steps=4", *words) == 0
+        losses.append([(row["train/loss"], row["val/loss"] or 0.0) for row in rows_of(here / f"shared{count}")])
+    for ours, right in zip(*losses, strict=True):
+        assert ours == pytest.approx(right, rel=1e-5)
+
+
 def test_what_chats_need_is_said_in_one_line(llama, data, here, capsys):
     assert train.main(["data=chat", f"data.path={data.path}", f"data.tokenizer={llama}"]) == 2
-    assert run(llama, data, "zero.sequence=2", "launch.ranks=2") == 2
     said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "data=chat needs model=hf model.path=FOLDER, a model of transformers",
-        "data.pack: attention of ranks that share rows does not know chats. Set data.pack=false.",
-    ]
+    assert said == ["data=chat needs model=hf model.path=FOLDER, a model of transformers"]
 
 
 def test_ranks_read_slices_of_one_batch(data):

@@ -56,6 +56,14 @@ def test_a_recipe_runs(recipe, folder, here, monkeypatch):
         peft.PeftModel.from_pretrained(base, "out")
 
 
+def test_long_rows_take_packed_chats_too(folder, here, monkeypatch):
+    """The second command of conf/experiment/long_context.yaml."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    chosen = ["experiment=long_context", f"model.path={folder / 'llama'}", "data=chat", "launch.ranks=2"]
+    assert train.main([*chosen, f"data.path={folder / 'chats.jsonl'}", *SMALL, "steps=2", "hydra.run.dir=run"]) == 0
+    assert "pack: true" in (here / "run" / "config.yaml").read_text()
+
+
 def test_typed_steps_win_over_the_epochs_of_a_recipe(folder, here, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     assert train.main([*words(folder, "sft_full"), *SMALL, "steps=3", "hydra.run.dir=run"]) == 0

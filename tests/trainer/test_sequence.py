@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 import train  # noqa: E402
 import zero  # noqa: E402
 from tests.trainer.test_planning import gpu, peak_of  # noqa: E402
+from zero.attention import Scoring, causal_attention  # noqa: E402
+from zero.engine.model import split  # noqa: E402
 from zero.engine.whole.read import full_state_dict  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.settings.build import build_plan  # noqa: E402
@@ -31,6 +34,7 @@ from zero.trainer.planning import ActivationTraces, Machine, PaperWorld, choices
 from zero.trainer.planning.cost import compute_seconds  # noqa: E402
 from zero.trainer.planning.rates import assumed  # noqa: E402
 from zero.trainer.planning.traces.operators import OperatorWork  # noqa: E402
+from zero.trainer.planning.traces.tracing import trace  # noqa: E402
 from zero.trainer.run.evaluate import validation_loss  # noqa: E402
 from zero.trainer.run.task import build_task  # noqa: E402
 
@@ -122,6 +126,38 @@ def test_losses_and_updates_are_those_of_whole_rows(family, saved, monkeypatch):
     assert set(chunks) == {8}
 
 
+ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, "sliding_window": 5}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWED = {
+    "mistral": ("MistralForCausalLM", LLAMA | {"sliding_window": 5}),
+    "gemma2": ("Gemma2ForCausalLM", LLAMA | ALTERNATE | {"attn_logit_softcapping": 0.5}),
+    "gpt_oss": ("GptOssForCausalLM", LLAMA | ALTERNATE | EXPERTS),
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_caps_and_sinks_train_as_in_whole_rows(family, tmp_path):
+    """With sharded parameters, in recomputed units too; the bits are the same at each stage and policy."""
+    architecture, sizes = WINDOWED[family]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    config.architectures = [architecture]
+    getattr(transformers, architecture)(config).save_pretrained(tmp_path)
+    model = {"name": "hf", "path": str(tmp_path)}
+    losses, values, last, _ = run_ranks(RANKS, trained, settings(model, 1))[0]
+    made = []
+    for sequence, stage, activations in ((4, 3, "remat"), (2, 2, "keep"), (2, 3, "remat"), (2, 3, "offload")):
+        outcome = run_ranks(RANKS, trained, settings(model, sequence, activations=activations, stage=stage))
+        assert outcome[0][0] == pytest.approx(losses, rel=1e-5)
+        assert outcome[0][2] == pytest.approx(last, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(outcome[0][1][name], value, rtol=1e-5, atol=LR / 50)
+        made.append(outcome[0])
+    for other in made[2:]:
+        assert other[0] == made[1][0]
+        assert all(torch.equal(value, made[1][1][name]) for name, value in other[1].items())
+
+
 TINY = ["debug=tiny", "val.every=3", "tracker.console=none", "launch.device=cpu", "checkpoint.every=3", "steps=6"]
 TINY += ["batch.global=4", "sample.tokens=3"]
 
@@ -210,6 +246,35 @@ def test_activations_of_a_slice_are_those_that_are_planned_a_share_of_those_of_a
     for share in (planned, measured):
         assert share[2] <= 0.55 * share[1]
         assert share[4] <= 0.30 * share[1]
+
+
+class Attending(nn.Module):
+    """Attention of whole rows in a layer, with settings of scoring."""
+
+    def __init__(self, scoring: Scoring) -> None:
+        super().__init__()
+        self.qkv, self.out, self.scoring = nn.Linear(64, 192), nn.Linear(64, 64), scoring
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(rows).unflatten(-1, (3, 8, 8)).permute(2, 0, 3, 1, 4)
+        return self.out(causal_attention(q, k, v, None, self.scoring).transpose(1, 2).flatten(2)).sum()
+
+
+@pytest.mark.parametrize(
+    "scoring", [Scoring(window=256), Scoring(softcap=5.0), Scoring(window=256, sinks=torch.ones(8))], ids=str
+)
+def test_the_memory_of_attention_in_blocks_is_that_which_is_planned(scoring):
+    model, rows = Attending(scoring), torch.randn(1, 4096, 64)
+    planned = scoring._replace(sinks=None if scoring.sinks is None else scoring.sinks.to("meta"))
+    splitting = split(Attending(planned), world_size=1)
+    traced = trace(
+        Attending(planned), splitting, lambda model, rows: model(rows), rows.to("meta"), compute=torch.float32
+    )
+    model(rows).backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model(rows).backward()
+    assert peak_of(profiled) == pytest.approx(traced.peak_bytes, rel=0.05)
 
 
 LIMITED = [

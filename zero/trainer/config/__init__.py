@@ -97,8 +97,6 @@ class Config(Settings):
             )
         if isinstance(self.data, ChatConfig) and not of_transformers:
             raise ConfigError("data=chat needs model=hf model.path=FOLDER, a model of transformers")
-        if isinstance(self.data, ChatConfig) and self.data.pack and self.zero.sequence > 1:
-            raise ConfigError("data.pack: attention of ranks that share rows does not know chats. Set data.pack=false.")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps and self.epochs is None:
             raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")

@@ -213,7 +213,7 @@ def loss_by_tokens(
     # with a cache transformers does not look where documents begin
     places: dict[str, Any] = {"position_ids": positions_of(rows[:, :-1]), "use_cache": False}
     if shared_rows is not None:
-        places["shared_rows"] = shared_rows
+        places["shared_rows"] = shared_rows if rows.is_meta else shared_rows.packed(places["position_ids"])
     elif rows.is_meta:  # a trace, in which transformers cannot look where documents begin
         places["attention_mask"] = rows.new_ones(len(rows), 1, *2 * inputs.shape[1:], dtype=torch.bool)
     loss, outputs = _run(model, inputs, targets, places, chunked=chunked, reduction="sum")

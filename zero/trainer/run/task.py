@@ -108,7 +108,8 @@ def _of_transformers(config: Config, chosen: HFConfig, shared_rows: SharedRows |
             f"model.seq={chosen.seq} is more than the {longest} tokens of model.path={chosen.path}. "
             f"Set model.seq={longest}."
         )
-    if isinstance(config.data, ChatConfig) and config.data.pack and not hf.knows_documents(model):
+    packed = isinstance(config.data, ChatConfig) and config.data.pack
+    if packed and shared_rows is None and not hf.knows_documents(model):  # attention of shared rows knows them
         raise ConfigError(
             f"data.pack: the chats of a row would see each other in a {type(model).__name__}. Set data.pack=false."
         )

@@ -34,6 +34,7 @@ from zero.engine.whole.read import digest
 from zero.platform.handle import Handle
 from zero.sequence import SequenceParallel, SharedRows, attention, open_group
 from zero.testing import run_processes, run_ranks
+from zero.tracker.meter import Meter
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS, STEPS = 32, 2, 3
@@ -699,6 +700,30 @@ def test_a_step_that_the_device_decides_returns_before_the_device_has(given, ran
     with simulated_gpu(races=True, rates=slow):
         for seconds in run_ranks(ranks, partial(leads, **given), tmp_path):
             assert all(returned < 0.001 for returned, _ in seconds)
+
+
+def leads_of_a_run(world: zero.World, path: Path) -> list[float]:
+    """Seconds by which the device ends after the host, when a step has been counted as in a run without a row."""
+    state, step = start(world, path, stage=1)
+    streams, seconds, store = world.compute.streams, [], state.runtime.store
+    meter = Meter(world, state.plan, tokens_per_step=8, traffic=lambda: store.traffic)
+    for number in range(STEPS):
+        state, metrics = step(state, [rows(number, world, state.plan.precision.compute)])
+        meter.count(metrics)
+        assert metrics.rank_flags == (0.0,) * world.size
+        assert (metrics.lr > 0, metrics.loss_scale, meter.results.skipped_in_a_row) == (True, 1.0, 0)
+        seconds.append(streams.seconds(streams.main.agent.moment) - streams.seconds(streams.host.moment))
+    assert meter.results.loss == metrics.loss
+    store.close()
+    return seconds
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_counted_step_is_not_waited_for(ranks, tmp_path):
+    """The host knows the results that a run reads in every step, and reads the rest a step later."""
+    with simulated_gpu(races=True, fused=True, rates=RATES._replace(device_bytes_per_s=1e6)):
+        for seconds in run_ranks(ranks, leads_of_a_run, tmp_path):
+            assert all(lead > 0.001 for lead in seconds)
 
 
 @pytest.mark.parametrize("preset", ["nvme", "infinity"])

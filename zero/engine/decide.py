@@ -47,9 +47,13 @@ def decide(
     number, is_first = state.tried + 1, state.plan.world.whole.rank == 0  # `state` is spent when they are read
     possible = tuple((before[0] + finite, scaling.advance(before[1], finite)) for finite in (True, False))
 
+    def mean(tokens: Any, planned: float = hyper.divisor) -> Any:
+        """Return the number by which the sum of gradients is divided."""
+        return tokens * per_token if counts_tokens else planned
+
     def read() -> dict[str, Any]:
         totals = exchanged.totals()
-        norm = totals.norm(totals.tokens * per_token if counts_tokens else hyper.divisor)
+        norm = totals.norm(mean(totals.tokens))
         finite = math.isfinite(norm)
         if counts_tokens and not totals.tokens and is_first:
             log.warning("step %d: no token counts in the losses, so the step is skipped", number)
@@ -65,13 +69,11 @@ def decide(
             "tokens": int(totals.tokens) if counts_tokens else None,
         }
 
-    metrics = Metrics(read)
+    known = {"lr": hyper.lr, "loss_scale": before[1].scale, "rank_flags": exchanged.known.rank_flags}
+    metrics = Metrics(read, known if exchanged.later else {})
 
     def divisor() -> float | None:
-        if metrics.skipped:
-            return None
-        mean = hyper.divisor if metrics.tokens is None else metrics.tokens * per_token
-        return mean / clip(limit, metrics.grad_norm)
+        return None if metrics.skipped else mean(exchanged.totals().tokens) / clip(limit, metrics.grad_norm)
 
     def learn() -> Counts:
         if metrics.skipped:
@@ -81,8 +83,7 @@ def decide(
     after: After | None = None
     if exchanged.later:
         after = After(state.tried + 1, possible, learn)
-        mean = exchanged.tokens * per_token if counts_tokens else hyper.divisor
-        hyper = hyper._replace(decision=Decision.of(exchanged.square_sums, mean, limit, divisor))
+        hyper = hyper._replace(decision=Decision.of(exchanged.square_sums, mean(exchanged.tokens), limit, divisor))
     elif (divided := divisor()) is None:
         return state.advance(After.known(*possible[True])), metrics
     else:

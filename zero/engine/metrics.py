@@ -1,14 +1,19 @@
 """The results of a step (`Metrics`), which the host reads from the device when it is asked for one of them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
 class Metrics:
     """The results of one step, the same on every rank.
 
-    A GPU may not have computed them yet: the first attribute that is read waits for it. They compare, unpack and print
-    like a named tuple.
+    A GPU may not have computed them yet: the first attribute that is read waits for it, unless the host knows it. They
+    compare, unpack and print like a named tuple.
+
+    Args:
+        read: function that waits for the device and returns all results by name.
+        known: results that the host knows.
     """
 
     loss: float
@@ -30,7 +35,8 @@ class Metrics:
     tokens: int | None
     """The number of tokens in the losses of all ranks; None if losses are means."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, Any]], known: Mapping[str, Any] = MappingProxyType({})) -> None:
+        vars(self).update(known)
         self._read: Callable[[], Mapping[str, Any]] | None = read
 
     def __getattr__(self, name: str) -> Any:

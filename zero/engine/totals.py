@@ -206,16 +206,8 @@ def over_groups(groups: Sequence[World], totals: Totals) -> Totals:
     """
     for group, equal in zip(groups, totals.equal_squares, strict=True):
         seen, names = sum(1 << status for status in totals.statuses), crc32(repr([*totals.aux]).encode())
-        mine = [
-            names,
-            equal,
-            totals.square_sum,
-            seen,
-            totals.tokens,
-            totals.loss,
-            *totals.aux.values(),
-            *totals.rank_flags,
-        ]
+        mine = [names, equal, totals.square_sum, seen, totals.tokens, totals.loss]
+        mine += [*totals.aux.values(), *totals.rank_flags]
         rows = group.exchange(torch.tensor(mine, dtype=torch.float64, device="cpu"), what="norms and losses").tolist()
         hashes, equals, squares, masks, tokens, *columns = zip(*rows, strict=True)
         if len(set(hashes)) > 1:

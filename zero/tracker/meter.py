@@ -19,6 +19,7 @@ from zero.platform.gpu_peaks import peak_flops
 from zero.store import Traffic
 from zero.tracker.earlier_starts import EarlierStarts
 from zero.tracker.interval import Interval, figures
+from zero.tracker.step_results import StepResults
 from zero.tracker.views.view import NO_CHART, ROW
 
 LIFE_BYTES = 600e12
@@ -85,9 +86,9 @@ class Meter:
 
     Attributes:
         interval: time and traffic since the last row; its context managers leave parts of them out.
-        steps, tokens, skipped: counts since the start of the run, over all ranks; `steps` includes skipped steps.
+        steps, tokens: counts since the start of the run, over all ranks; `steps` includes skipped steps.
+        results: losses and skipped steps.
         plan, moved_bytes: the present plan, and the bytes that moves of the state have made; set after a step.
-        last: metrics of the newest step; None before the first.
         val_loss: newest validation loss; NaN before the first.
     """
 
@@ -114,17 +115,11 @@ class Meter:
             "versions": versions(),
         }
         self.interval = Interval(world, traffic)
-        self.steps, self.tokens, self.skipped = steps, tokens, skipped
+        self.steps, self.tokens, self.results = steps, tokens, StepResults(skipped)
         self._steps_before, self._logged = steps, (steps, tokens, 0)
-        self.last: Metrics | None = None
         self.val_loss = nan
         self._earlier = EarlierStarts()  # best losses so far, and the seconds of earlier starts
         self._timed: list[tuple[float, float]] = []  # tokens per second and seconds waited of each row with timed steps
-
-    @property
-    def train_loss(self) -> float:
-        """The newest training loss; NaN before the first step."""
-        return nan if self.last is None else self.last.loss
 
     @property
     def steps_since_row(self) -> int:
@@ -134,7 +129,10 @@ class Meter:
     @property
     def so_far(self) -> EarlierStarts:
         """Best losses and seconds so far, for a later start that resumes the run from here."""
-        return self._earlier._replace(seconds=self._earlier.seconds + self.interval.seconds)
+        best_train_loss = min(self._earlier.best_train_loss, self.results.best_loss)
+        return self._earlier._replace(
+            best_train_loss=best_train_loss, seconds=self._earlier.seconds + self.interval.seconds
+        )
 
     def go_on(self, *earlier: EarlierStarts) -> None:
         """Include the earlier starts of the run. Of several sources, the lowest losses and the most seconds count."""
@@ -152,9 +150,7 @@ class Meter:
         """
         self.steps += 1
         self.tokens += self._tokens_per_step if tokens is None else tokens
-        self.skipped += metrics.skipped
-        self.last = metrics
-        self._earlier = self._earlier._replace(best_train_loss=min(self._earlier.best_train_loss, metrics.loss))
+        self.results.count(metrics)
 
     def validated(self, loss: float) -> None:
         """Store a validation loss for the next row and the summary."""
@@ -168,7 +164,7 @@ class Meter:
         Args:
             validated: whether the row includes the newest validation loss.
         """
-        last, plan, (begun, begun_tokens, moved_before) = self.last, self.plan, self._logged
+        last, plan, (begun, begun_tokens, moved_before) = self.results.last, self.plan, self._logged
         steps = max(1, self.steps - begun)
         timed, step_s, totals = self.interval.end(steps)
         moved = figures(totals, steps=steps, timed=max(1, timed), step_s=step_s, numel=self.plan.numel)
@@ -180,11 +176,11 @@ class Meter:
         row = {
             "step": self.steps,
             "tokens": self.tokens,
-            "train/loss": self.train_loss,
+            "train/loss": self.results.loss,
             "train/grad_norm": None if last is None else last.grad_norm,
             "train/lr": None if last is None else last.lr,
             "train/loss_scale": None if last is None else last.loss_scale,
-            "train/skipped": self.skipped,
+            "train/skipped": self.results.skipped,
             "val/loss": self.val_loss if validated else None,
             "speed/steps": self.steps - begun,
             "speed/step_s": step_s,
@@ -211,12 +207,12 @@ class Meter:
             steps=self.steps,
             tokens=self.tokens,
             seconds=so_far.seconds,
-            train_loss=self.train_loss,
+            train_loss=self.results.loss,
             best_train_loss=so_far.best_train_loss,
             val_loss=self.val_loss,
             best_val_loss=so_far.best_val_loss,
             best_val_step=None if so_far.best_val_step == inf else int(so_far.best_val_step),
-            skipped=self.skipped,
+            skipped=self.results.skipped,
             tokens_per_s=tokens_per_s,
             mfu=self._mfu(tokens_per_s),
             wait_s=sum((wait_s for _, wait_s in self._timed), 0.0),

@@ -240,7 +240,8 @@ class Track:
     def _log(self, val: Mapping[str, float]) -> None:
         if "loss" in val:
             self._meter.validated(val["loss"])
-        aux = {} if self._meter.last is None else self._meter.last.aux
+        last = self._meter.results.last
+        aux = {} if last is None else last.aux
         further = {f"train/{name}": value for name, value in aux.items()}
         further |= {f"val/{name}": value for name, value in val.items()}
         self._record.log(validated="loss" in val, further=further)

@@ -21,13 +21,13 @@ class CurrentStep:
         in_no_sync: whether the loop is in a block of `engine.no_sync`.
         backwards: number of calls of backward since the last update.
         boundary: whether the next `engine.step()` updates, if the loop has set it.
-        applied: whether the last `engine.step()` updated the parameters.
+        ended: whether the last `engine.step()` ended an accumulation.
     """
 
     def __init__(self, plan: Plan, *, managed: bool, started: Callable[[], None]) -> None:
         self._plan, self.managed, self._started = plan, managed, started
         self.step: Step | None = None
-        self.in_microbatch = self.in_no_sync = self.applied = False
+        self.in_microbatch = self.in_no_sync = self.ended = False
         self.backwards = 0
         self.boundary: bool | None = None
 
@@ -53,7 +53,7 @@ class CurrentStep:
         if self.in_no_sync:
             raise ConfigError("engine.step() inside engine.no_sync(): it would synchronise. Leave the block first.")
         is_last = self.is_last
-        self.in_microbatch = self.applied = False
+        self.in_microbatch = self.ended = False
         return is_last
 
     @property

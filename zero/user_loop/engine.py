@@ -224,7 +224,7 @@ class Engine(EngineCheckpoints):
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` updated the parameters: it ended an accumulation and was not skipped."""
-        return self._current.applied
+        return self._current.ended and not self.overflow
 
     @property
     def trains_now(self) -> bool:
@@ -281,7 +281,7 @@ class Engine(EngineCheckpoints):
         current.clear()
         if self._passed is not None:
             self._passed.step()
-        current.applied = not self.metrics.skipped
+        current.ended = True
         self.tput_timer.stop()
         if self._run_log is not None:
             self._run_log.log_step(self.metrics, has_loss=step.has_loss, rows=rows)

@@ -30,8 +30,6 @@ class EngineState(EngineSettings):
         global_samples: number of samples of all steps, over all ranks.
         global_steps: number of steps, including skipped steps and those of a checkpoint that was loaded without its
             optimizer.
-        skipped_steps: number of steps that were skipped because a gradient was not finite.
-        loss_scale: the factor on the next loss; 1 except in fp16.
     """
 
     def __init__(self, config: Settings, state: State, optimizer: Optimizer, run_log: RunLog | None) -> None:
@@ -46,8 +44,18 @@ class EngineState(EngineSettings):
 
     def follow(self, state: State) -> None:
         """Go on with a new state. Its counts are copied, because they may be read after `destroy`."""
-        self._state, self.plan, self.loss_scale = state, state.plan, state.scale.scale
-        self.global_steps, self.skipped_steps = self._steps_before + state.tried, state.skipped
+        self._state, self.plan, self._after = state, state.plan, state.after
+        self.global_steps = self._steps_before + state.tried
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because a gradient was not finite."""
+        return self._after.counts[1].skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the next loss; 1 except in fp16."""
+        return self._after.counts[1].scale
 
     @property
     def state(self) -> State:

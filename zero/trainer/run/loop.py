@@ -85,7 +85,6 @@ class Run(contextlib.AbstractContextManager["Run"]):
             "torch": str(torch.__version__),
         }
         tracker.begin(config.plain(), known, before.get("wandb"))
-        self._skipped_in_a_row = 0
         self._saver = saver = Saver(
             config, plan, folder, tracker, facts=self._facts, stop_requested=preempted, began_from=checkpoint
         )
@@ -179,8 +178,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._meter.plan, self._meter.moved_bytes = state.runtime.present()
         self._meter.count(metrics)
         number = self._meter.steps
-        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * metrics.skipped
-        if self._skipped_in_a_row >= MOST_SKIPPED:
+        if self._meter.results.skipped_in_a_row >= MOST_SKIPPED:
             self._log(validated=False)
             raise NumericsError(
                 f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "

@@ -166,7 +166,8 @@ def test_the_blocks_of_the_readme_run_as_pasted(here: Path, capsys: pytest.Captu
     assert [path.name for path in (here / "runs" / "mine" / "checkpoints").iterdir()] == ["step-0000000040"]
     names["store"].close()
     shutil.copy(EXAMPLES / "ds_config.json", here)
-    names |= {"model": nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)), "rows": torch.randint(256, (48, 9))}
+    model = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)).eval()  # as a model of from_pretrained
+    names |= {"model": model, "rows": torch.randint(256, (48, 9))}
     run(script, names)
     assert names["engine"].global_steps >= 2
     assert (here / "checkpoints" / "latest").exists()

@@ -68,7 +68,7 @@ class CurrentStep:
         """Return the step; `method` of the engine needs it.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         if self.step is None:
             raise self._no_forward(method, since="step")
@@ -92,8 +92,8 @@ class CurrentStep:
     def _no_forward(self, method: str, *, since: str) -> ConfigError:
         if self._plan.facts.trains:
             return ConfigError(
-                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(), then "
-                "engine.module.blocks.eval() or the like if you train without dropout."
+                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(). To train "
+                "without dropout, then call eval() on the dropout modules."
             )
         return ConfigError(
             f"engine.{method}(): no optimizer holds a parameter that requires a gradient. For gradients of inputs "

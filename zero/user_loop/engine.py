@@ -71,6 +71,7 @@ class Engine(EngineCheckpoints):
         self.micro_steps = 0
         self._groups = list(optimizer.param_groups)  # the dicts that every update reads
         optimizer.engine = self
+        self._trains_in_eval = not state.model.training  # a model of from_pretrained, until its first train()
         self._call = state.model._call_impl
         self._give_back = take_over(state.model, weakref.ref(self))
         state.runtime.sites.entering = partial(_enter, weakref.ref(self))
@@ -96,6 +97,7 @@ class Engine(EngineCheckpoints):
         """
         state = self.state
         refuse_compiler()
+        self._trains_in_eval &= not self.module.training
         if self.trains_now:
             self._current.begin_microbatch(self._state)
         elif self._current.step is None:
@@ -130,7 +132,7 @@ class Engine(EngineCheckpoints):
             () the loss divided by `gradient_accumulation_steps()`, or by `count`, without a graph.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         self._grads.take_back()
         parts = self.plan.accumulate if count is None else count
@@ -153,7 +155,7 @@ class Engine(EngineCheckpoints):
             (shape of `loss`) the tensor for `backward`.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         step = self._current.begun("scale")
         self._grads.take_back()
@@ -197,7 +199,7 @@ class Engine(EngineCheckpoints):
         """Clip the norm of this step's mean gradient at `max_norm`, instead of at the number in the config.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         self._current.begun("clip").clip = max_norm if max_norm < math.inf else None
 
@@ -228,8 +230,9 @@ class Engine(EngineCheckpoints):
 
     @property
     def trains_now(self) -> bool:
-        """Whether a forward belongs to a step: the model is in training mode and gradients are enabled."""
-        return self.plan.facts.trains and torch.is_grad_enabled() and self.module.training
+        """Whether a forward belongs to a step: it has gradients, and the model is, or never was, in training mode."""
+        is_training = self.module.training or self._trains_in_eval
+        return self.plan.facts.trains and torch.is_grad_enabled() and is_training
 
     @property
     def has_loss(self) -> bool:

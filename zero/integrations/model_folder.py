@@ -48,6 +48,8 @@ def build(path: str | PathLike[str]) -> nn.Module:
             model: nn.Module = build_class(config)
     except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
         raise ConfigError(f"{path}: {in_short(error)}") from error
+    if (Path(path).expanduser() / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(str(Path(path).expanduser()))
     return model
 
 

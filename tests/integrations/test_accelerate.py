@@ -4,6 +4,7 @@ A causal language model, a classifier of images, a denoiser with EMA, a classifi
 frozen teacher.
 """
 
+import contextlib
 import copy
 import os
 import shutil
@@ -183,6 +184,111 @@ def on_two(world: zero.World, name: str, ours: bool) -> dict[str, Any]:
 def test_two_processes_train_as_ddp_does(name):
     ours, theirs = (run_processes(2, on_two, name, own)[0] for own in (True, False))
     close(ours, theirs)
+
+
+# -- loops that say themselves what a microbatch is --------------------------------------------------------------------
+
+
+def two_losses(accelerator, model, optimizer, batches):
+    """Two forwards, then two backwards; and a second backward of one graph."""
+    for batch in batches:
+        with accelerator.accumulate(model):
+            first, second = causal(model, batch, None), of_sequence(model, batch, None)
+            accelerator.backward(first, retain_graph=True)
+            accelerator.backward(second)
+            accelerator.backward(0.5 * first)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def no_sync_by_hand(accelerator, model, optimizer, batches):
+    """As in Accelerate's guide to accumulation without `accumulate`."""
+    for number, batch in enumerate(batches, 1):
+        with accelerator.no_sync(model) if number % ACCUMULATE else contextlib.nullcontext():
+            accelerator.backward(causal(model, batch, None) / ACCUMULATE)
+        if number % ACCUMULATE == 0:
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def left_out(accelerator, model, optimizer, batches):
+    """Some microbatches have no loss."""
+    for number, batch in enumerate(batches):
+        with accelerator.accumulate(model):
+            if number % 4 == 1:
+                continue
+            accelerator.backward(causal(model, batch, None))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LOOPS = {"two losses": two_losses, "no_sync": no_sync_by_hand, "left out": left_out}
+
+
+def looped(cls: Any, name: str) -> dict[str, torch.Tensor]:
+    how = {} if name == "no_sync" else {"gradient_accumulation_steps": ACCUMULATE}
+    accelerator = cls(cpu=True, **how)
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(Words), BATCH))
+    LOOPS[name](accelerator, model, optimizer, loader)
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_may_say_itself_what_a_microbatch_is(name):
+    theirs = looped(accelerate.Accelerator, name)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    ours = looped(Accelerator, name)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
+def looped_on_two(world: zero.World, name: str, ours: bool) -> dict[str, torch.Tensor]:
+    return looped(Accelerator if ours else accelerate.Accelerator, name)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", ["no_sync", "left out"])
+def test_a_loop_on_two_processes_says_itself_what_a_microbatch_is(name):
+    ours, theirs = (run_processes(2, looped_on_two, name, own)[0] for own in (True, False))
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
+def test_fp16_is_scaled_and_a_step_that_overflows_leaves_the_schedule():
+    kind, loss_of = SCRIPTS["causal language model"]
+    scaling = zero.LossScaling(initial=2.0**40, maximum=2.0**40, hysteresis=1)
+    settings = {"precision": zero.Precision("fp16", scale=scaling), "stage": 3}
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", zero=settings)
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    batch, rates, losses, skipped = data(kind)[:BATCH], [], [], 0
+    for _ in range(40):
+        loss = loss_of(model, batch, None)
+        accelerator.backward(loss)
+        accelerator.unscale_gradients()
+        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped += accelerator.optimizer_step_was_skipped
+        assert accelerator.optimizer_step_was_skipped == (not norm.isfinite())
+        rates.append(schedule.get_last_lr()[0])
+        losses.append(float(loss.detach()))
+    assert accelerator.engine.plan.precision.compute == torch.float16
+    assert 0 < skipped < 40
+    assert rates[: skipped + 1] == [1e-2] * skipped + [5e-3]
+    assert losses[:skipped] == [losses[0]] * skipped
+    assert losses[-1] < losses[0]
 
 
 def test_a_saved_state_goes_on(tmp_path):

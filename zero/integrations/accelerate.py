@@ -114,16 +114,30 @@ class Accelerator(accelerate.Accelerator):
         return self._optimizers[-1]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the engine's backward, also for several losses. It ends the microbatch, unless a step follows."""
+        """Run the engine's backward; several losses of a microbatch add up."""
         if not loss.requires_grad or self.engine is None:
             super().backward(loss, **kwargs)
             return
         self._optimizers[-1].backwards += 1
-        self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
         # by the present number, which a script may change
         self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
-        if not self.sync_gradients and not kwargs.get("retain_graph"):  # else another backward follows
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Context manager around a microbatch that does not end its step; `accumulate` uses it, too."""
+        if model is not self._trained or self.engine is None:
+            yield
+            return
+        optimizer = self._optimizers[-1]
+        before = optimizer.backwards
+        yield
+        if optimizer.backwards > before:
+            self.engine.set_gradient_accumulation_boundary(False)
             self.engine.step()
+            self.engine.set_gradient_accumulation_boundary(None)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing, because the step divides by the loss scale before it clips."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Have the step clip at `max_norm`. Return the norm as a 0-dim tensor, which is NaN until the step fills it.

@@ -64,6 +64,11 @@ class CurrentStep:
         begun = 0 if self.step is None else self.step.microbatches
         return not self.managed or begun + (not self.in_microbatch) >= self._plan.accumulate
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether backward was run from a loss since the last update or `zero_grad`."""
+        return self.step is not None and self.step.has_loss
+
     def begun(self, method: str) -> Step:
         """Return the step; `method` of the engine needs it.
 

@@ -166,7 +166,8 @@ def test_the_blocks_of_the_readme_run_as_pasted(here: Path, capsys: pytest.Captu
     assert [path.name for path in (here / "runs" / "mine" / "checkpoints").iterdir()] == ["step-0000000040"]
     names["store"].close()
     shutil.copy(EXAMPLES / "ds_config.json", here)
-    names |= {"model": nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)), "rows": torch.randint(256, (48, 9))}
+    model = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)).eval()  # as a model of from_pretrained
+    names |= {"model": model, "rows": torch.randint(256, (48, 9))}
     run(script, names)
     assert names["engine"].global_steps >= 2
     assert (here / "checkpoints" / "latest").exists()
@@ -404,9 +405,9 @@ def test_the_mixin_of_the_docs_makes_a_trainer():
     """Transformers' own Trainer stands in for TRL's."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    names: dict[str, Any] = {"trl": SimpleNamespace(SFTTrainer=transformers.Trainer)}
-    run(blocks("docs/hugging-face-trainer.md")[0], names)
-    assert issubclass(names["SFTTrainer"], names["ZeroTrainerMixin"])
+    names: dict[str, Any] = {"trl": SimpleNamespace(RewardTrainer=transformers.Trainer)}
+    run(blocks("docs/trl.md")[1], names)
+    assert issubclass(names["RewardTrainer"], names["ZeroTrainerMixin"])
 
 
 def test_whole_values_of_the_docs_are_read_and_written():
@@ -466,7 +467,7 @@ def test_every_block_of_the_docs_has_a_test():
         "tracking": 1,
         "whole-values": 1,
         "hugging-face": 1,
-        "hugging-face-trainer": 1,
+        "trl": 2,
     }
     tested |= {"parallelism": 5, "coming-from-deepspeed": 1, "coming-from-fsdp": 1, "schedulers": 1}
     counted = {page.stem: len(blocks(str(page.relative_to(ROOT)))) for page in PAGES}

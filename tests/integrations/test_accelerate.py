@@ -4,7 +4,7 @@ A causal language model, a classifier of images, a denoiser with EMA, a classifi
 frozen teacher.
 """
 
-import copy
+import contextlib
 import os
 import shutil
 from typing import Any
@@ -185,6 +185,209 @@ def test_two_processes_train_as_ddp_does(name):
     close(ours, theirs)
 
 
+# -- loops that say themselves what a microbatch is --------------------------------------------------------------------
+
+
+def two_losses(accelerator, model, optimizer, batches):
+    """Two forwards, then two backwards; and a second backward of one graph."""
+    for batch in batches:
+        with accelerator.accumulate(model):
+            first, second = causal(model, batch, None), of_sequence(model, batch, None)
+            accelerator.backward(first, retain_graph=True)
+            accelerator.backward(second)
+            accelerator.backward(0.5 * first)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def no_sync_by_hand(accelerator, model, optimizer, batches):
+    """As in Accelerate's guide to accumulation without `accumulate`."""
+    for number, batch in enumerate(batches, 1):
+        with accelerator.no_sync(model) if number % ACCUMULATE else contextlib.nullcontext():
+            accelerator.backward(causal(model, batch, None) / ACCUMULATE)
+        if number % ACCUMULATE == 0:
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def left_out(accelerator, model, optimizer, batches):
+    """Some microbatches have no loss."""
+    for number, batch in enumerate(batches):
+        with accelerator.accumulate(model):
+            if number % 4 == 1:
+                continue
+            accelerator.backward(causal(model, batch, None))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LOOPS = {"two losses": two_losses, "no_sync": no_sync_by_hand, "left out": left_out}
+
+
+def looped(cls: Any, name: str) -> dict[str, torch.Tensor]:
+    how = {} if name == "no_sync" else {"gradient_accumulation_steps": ACCUMULATE}
+    accelerator = cls(cpu=True, **how)
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(Words), BATCH))
+    LOOPS[name](accelerator, model, optimizer, loader)
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_may_say_itself_what_a_microbatch_is(name):
+    theirs = looped(accelerate.Accelerator, name)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    ours = looped(Accelerator, name)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
+def looped_on_two(world: zero.World, name: str, ours: bool) -> dict[str, torch.Tensor]:
+    return looped(Accelerator if ours else accelerate.Accelerator, name)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", ["no_sync", "left out"])
+def test_a_loop_on_two_processes_says_itself_what_a_microbatch_is(name):
+    ours, theirs = (run_processes(2, looped_on_two, name, own)[0] for own in (True, False))
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5)
+
+
+# -- two models that train ---------------------------------------------------------------------------------------------
+
+
+def layers(width: int, out: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, out))
+
+
+def judged(discriminator, images, real: bool):
+    scores = discriminator(images)
+    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(real)))
+
+
+def gan(
+    cls: Any, accumulate: int = 1, folder: Any = None, start: int = 0, ranks: int = 0, **how: Any
+) -> dict[str, Any]:
+    """A script in the shape of DCGAN's: the discriminator's step, then the generator's through the discriminator.
+
+    Args:
+        ranks: have the rows of so many ranks; 0: those of this rank.
+    """
+    accelerator = cls(cpu=True, gradient_accumulation_steps=accumulate, **how)
+    torch.manual_seed(0)
+    generator, discriminator = layers(4, 6), layers(6, 1)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (generator, discriminator)]
+    (for_g, discriminator, generator, for_d) = accelerator.prepare(
+        optimizers[0], discriminator, generator, optimizers[1]
+    )
+    if start:
+        accelerator.load_state(str(folder))
+    seeds = range(ranks) if ranks else [accelerator.process_index]
+    sources, losses = [torch.Generator().manual_seed(seed) for seed in seeds], []
+    for step in range(8):
+        real, noise = (torch.cat([torch.randn(BATCH, n, generator=each) for each in sources]) for n in (6, 4))
+        if step < start:
+            continue
+        with accelerator.accumulate(generator, discriminator):
+            fake = generator(noise)
+            on_real, on_fake = judged(discriminator, real, True), judged(discriminator, fake.detach(), False)
+            accelerator.backward(on_real)
+            accelerator.backward(on_fake)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(discriminator.parameters(), CLIP)
+            for_d.step()
+            for_d.zero_grad()
+            cheated = judged(discriminator, fake, True)
+            accelerator.backward(cheated)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(generator.parameters(), CLIP)
+            for_g.step()
+            for_g.zero_grad()
+            for_d.zero_grad()
+        losses.append([float(loss.detach()) for loss in (on_real, on_fake, cheated)])
+        if folder is not None and step == 3 and not start:
+            accelerator.save_state(str(folder))
+    values = [accelerator.get_state_dict(model) for model in (generator, discriminator)]
+    return {"losses": losses, "values": values}
+
+
+def again() -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def close_gans(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=1e-5, atol=1e-5)
+    for mine, wanted in zip(ours["values"], theirs["values"], strict=True):
+        for name, value in wanted.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("settings", [{"stage": 3, "offload": "cpu"}, {"stage": 0}], ids=str)
+def test_a_gan_trains_two_models_in_turns(accumulate, settings):
+    theirs = gan(accelerate.Accelerator, accumulate)
+    again()
+    close_gans(gan(Accelerator, accumulate, zero=settings), theirs)
+
+
+def test_a_saved_gan_goes_on(tmp_path):
+    whole = gan(Accelerator, folder=tmp_path / "state")
+    assert {"zero", "zero-1"} <= {path.name for path in (tmp_path / "state").iterdir()}
+    again()
+    rest = gan(Accelerator, folder=tmp_path / "state", start=4)
+    assert rest["losses"] == whole["losses"][4:]
+
+
+def gan_on_two(world: zero.World) -> dict[str, Any]:
+    return gan(Accelerator, 2, zero={"stage": 3})
+
+
+@pytest.mark.slow
+def test_a_gan_on_two_processes_trains_as_on_the_rows_of_both():
+    """DDP does not reduce the second of two backwards that follow two forwards, so it is no reference."""
+    first, second = run_processes(2, gan_on_two)
+    losses = (torch.tensor(first["losses"]) + torch.tensor(second["losses"])) / 2
+    close_gans(first | {"losses": losses.tolist()}, gan(accelerate.Accelerator, 2, ranks=2))
+
+
+def test_fp16_is_scaled_and_a_step_that_overflows_leaves_the_schedule():
+    kind, loss_of = SCRIPTS["causal language model"]
+    scaling = zero.LossScaling(initial=2.0**40, maximum=2.0**40, hysteresis=1)
+    settings = {"precision": zero.Precision("fp16", scale=scaling), "stage": 3}
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", zero=settings)
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    batch, rates, losses, skipped = data(kind)[:BATCH], [], [], 0
+    for _ in range(40):
+        loss = loss_of(model, batch, None)
+        accelerator.backward(loss)
+        accelerator.unscale_gradients()
+        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped += accelerator.optimizer_step_was_skipped
+        assert accelerator.optimizer_step_was_skipped == (not norm.isfinite())
+        rates.append(schedule.get_last_lr()[0])
+        losses.append(float(loss.detach()))
+    assert accelerator.engine.plan.precision.compute == torch.float16
+    assert 0 < skipped < 40
+    assert rates[: skipped + 1] == [1e-2] * skipped + [5e-3]
+    assert losses[:skipped] == [losses[0]] * skipped
+    assert losses[-1] < losses[0]
+
+
 def test_a_saved_state_goes_on(tmp_path):
     """The state has moments, schedule and generators. A folder without it raises an error."""
     kind, loss_of = SCRIPTS["causal language model"]
@@ -255,7 +458,17 @@ def test_what_is_not_supported_is_said_in_one_line():
         accelerator.prepare(optimizer)
     accelerator.prepare(model)
     accelerator.prepare(optimizer)
-    with pytest.raises(ConfigError, match="a second model that trains, a Words"):
-        accelerator.prepare(copy.deepcopy(Words()))
+    other = accelerator.prepare(Words())
+    both = [*model.parameters(), *other.parameters()]
+    with pytest.raises(ConfigError, match="over the parameters of 2 models: make an optimizer for each"):
+        accelerator.prepare(torch.optim.AdamW(both))
+    with pytest.raises(ConfigError, match="over parameters of 2 models that train: call it for each"):
+        accelerator.clip_grad_norm_(both, 1.0)
     with pytest.raises(ConfigError, match="gradients are in shards"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
+    again()
+    halves = Accelerator(cpu=True, mixed_precision="fp16")
+    model, other = halves.prepare(Words(), Words())
+    halves.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="several models that train in fp16: a loss has one scale"):
+        halves.prepare(torch.optim.AdamW(other.parameters()))

@@ -272,7 +272,7 @@ class Short(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        there, offload = (self.state.global_step, self.engine._current.step.microbatches), self.engine.plan.offload
+        there, offload = (self.state.global_step, self.engine.current.step.microbatches), self.engine.plan.offload
         if there == (self.short_in, 3) and offload.optimizer == "none":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss

@@ -49,6 +49,8 @@ THINKING = (
     "{% for m in messages %}" + HEAD + "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
     "{{ '<|im_end|>\\n' }}{% endfor %}" + PROMPT
 )
+ASKED_TO_THINK = PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
+ENDS = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 
 
 def model_folder(folder: Path, template: str | None = CHATML, family: str = "llama", **own: Any) -> Path:
@@ -130,6 +132,36 @@ def test_only_the_last_turn_trains_where_the_template_changes_earlier_ones(tmp_p
     assert encoded(model_folder(tmp_path, THINKING), {"messages": thought}) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[<think>y</think>d<|im_end|>]\n"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_turn_trains_where_the_prompt_begins_a_thought_that_it_lacks(tmp_path, template):
+    """As the prompts of DeepSeek and Nemotron do."""
+    folder = model_folder(tmp_path, template.removesuffix(PROMPT) + ASKED_TO_THINK)
+    assert encoded(folder, {"messages": TWO_TURNS}) == MASKED
+    assert encoded(folder, {"messages": [assistant("hello"), *TWO_TURNS]}).startswith(
+        "<|im_start|>assistant\n[hello<|im_end|>]\n<|im_start|>user\none"
+    )
+
+
+def test_marks_count_where_the_template_changes_earlier_turns(tmp_path):
+    """The template's author has decided that these turns train."""
+    content = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    marked = MARKED.replace("{{ m['content'] + '<|im_end|>' }}{% endgen", content + "{{ '<|im_end|>' }}{% endgen")
+    thought = [user("a"), assistant("<think>x</think>b"), user("c"), assistant("<think>y</think>d")]
+    told = encoded(model_folder(tmp_path, marked), {"messages": thought})
+    assert "assistant\n[b<|im_end|>]" in told
+    assert "assistant\n[<think>y</think>d<|im_end|>]" in told
+
+
+def test_a_token_behind_the_whole_chat_hides_no_turn(tmp_path):
+    """As Phi-3 has it: a text without the last turns is not the beginning of the chat's text."""
+    turn = TURN.replace("<|im_start|>", "<|pad|>") + " + '<|pad|>\\n' }}{% endfor %}"
+    folder = model_folder(tmp_path, "{% for m in messages %}" + turn + PROMPT.replace("<|im_start|>", "<|pad|>") + ENDS)
+    assert encoded(folder, {"messages": TWO_TURNS}) == (
+        "<|pad|>user\none<|pad|>\n<|pad|>assistant\n[two<|pad|>]\n"
+        "<|pad|>user\nthree<|pad|>\n<|pad|>assistant\n[four<|pad|>\n<|im_end|>]"
     )
 
 

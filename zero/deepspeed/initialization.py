@@ -69,6 +69,9 @@ def initialize(
     hooked and set to train or eval mode. Its parameters are sharded, so all ranks must read the same parameters
     together. Write them with `zero.gathered` and `zero.set_full`.
 
+    A model that comes in eval mode, such as that of `from_pretrained`, trains in it until its first forward in
+    training mode.
+
     Without an optimizer the parameters are sharded and the model runs, but nothing is trained.
 
     Args:

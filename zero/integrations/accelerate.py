@@ -3,8 +3,8 @@
     accelerator = Accelerator(zero={"stage": 3, "offload": "cpu"}, gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The rest of a script stays. One model trains; others, such as a frozen teacher, are prepared by Accelerate. Written for
-Accelerate 1.15.
+The rest of a script stays. Each model that trains has an engine, made with its optimizer; others, such as a frozen
+teacher, are prepared by Accelerate. Written for Accelerate 1.15.
 """
 
 import math
@@ -25,7 +25,7 @@ from zero.user_loop.engine import Engine
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator` with a `zero.Engine` for the model that trains.
+    """`accelerate.Accelerator` with a `zero.Engine` for each model that trains.
 
     Args:
         *args: arguments of Accelerator.
@@ -34,7 +34,8 @@ class Accelerator(accelerate.Accelerator):
             `weights`, see `zero.init`.
 
     Attributes:
-        engine: the engine, from the `prepare` of the model's optimizer on; None before.
+        engine: the engine of the first model that trains, from the `prepare` of its optimizer on; None before. That of
+            another is `optimizer.engine` of its prepared optimizer.
 
     Raises:
         ConfigError: an unknown setting, or `accelerate launch` was told to use DeepSpeed, FSDP or a compiler.
@@ -42,7 +43,6 @@ class Accelerator(accelerate.Accelerator):
 
     engine: Engine | None = None
     _world: World | None = None
-    _trained: nn.Module | None = None
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._plan_settings = {"stage": 2} | dict(zero or {})
@@ -57,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("mixed_precision=fp8 is not supported. Choose from bf16, fp16 and no.")
         precision = "fp32" if self.mixed_precision == "no" else self.mixed_precision
         check_precision(precision, self._plan_settings, ("mixed_precision", "zero={{'precision': {!r}}}"))
-        self._precision = precision
+        self._precision, self._trained = precision, list[nn.Module]()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers in any order; return them in that order."""
@@ -69,40 +69,37 @@ class Accelerator(accelerate.Accelerator):
         return tuple(prepared[places.index(place)] for place in range(len(args)))
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return the model that trains itself: its calls run the engine from the `prepare` of its optimizer on.
+        """Return a model that trains itself: its calls run its engine from the `prepare` of its optimizer on.
 
         A model that is only evaluated needs `evaluation_mode=True`, or no parameter that requires a gradient.
-
-        Raises:
-            ConfigError: another model trains already.
         """
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP, which it refuses
-        if self._trained is not None and model is not self._trained:
-            raise ConfigError(
-                f"a second model that trains, a {type(model).__name__}: freeze it with requires_grad_(False), or write "
-                "a loop of your own with two engines of zero.initialize."
-            )
-        if self._trained is None:
-            self._trained = model
+        if all(model is not other for other in self._trained):
+            self._trained.append(model)
             self._models.append(model)
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Make the engine, with the optimizer's groups, and return an optimizer whose `step` is the engine's.
+        """Make the engine of the optimizer's model, and return an optimizer whose `step` is the engine's.
 
         Raises:
-            ConfigError: the optimizer's model was not prepared.
+            ConfigError: the optimizer's model was not prepared, the optimizer holds parameters of several models, or
+                several models train in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        if self._trained is None:
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        models = _with_any_of(held, self._trained)
+        if len(models) > 1:
+            raise ConfigError(f"an optimizer over the parameters of {len(models)} models: make an optimizer for each.")
+        if not models:
             raise ConfigError(
                 "accelerator.prepare(optimizer) before its model. Prepare the model first, or both together."
             )
         self._world = self._world or open_world(device="cpu" if str(self.device) == "cpu" else None)
-        self.engine = engine = new_engine(
-            self._trained,
+        engine = new_engine(
+            models[0],
             optimizer,
             self._world,
             self._plan_settings,
@@ -111,32 +108,53 @@ class Accelerator(accelerate.Accelerator):
             clip=None,
         )
         self._optimizers.append(EngineOptimizer(engine, engine.step))
+        if len(self._optimizers) > 1 and engine.plan.precision.compute == torch.float16:
+            raise ConfigError("several models that train in fp16: a loss has one scale. Use bf16.")
+        self.engine = self._optimizers[0].engine
         return self._optimizers[-1]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the engine's backward, also for several losses. It ends the microbatch, unless a step follows."""
+        """Run backward into every engine whose model has run; several losses of a microbatch add up."""
         if not loss.requires_grad or self.engine is None:
             super().backward(loss, **kwargs)
             return
-        self._optimizers[-1].backwards += 1
-        self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        # by the present number, which a script may change
-        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
-        if not self.sync_gradients and not kwargs.get("retain_graph"):  # else another backward follows
-            self.engine.step()
+        running = [item for item in self._optimizers if item.engine.current.in_microbatch] or self._optimizers[:1]
+        loss = loss / self.gradient_accumulation_steps  # the present number, which a script may change
+        for optimizer in running:
+            optimizer.backwards += 1
+        for optimizer in running[1:]:
+            loss = optimizer.engine.scale(loss)
+        running[0].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Context manager around a microbatch that does not end its step; `accumulate` uses it, too."""
+        yield
+        for optimizer in self._optimizers:
+            engine = optimizer.engine
+            if engine.module is model and engine.current.in_microbatch:
+                engine.set_gradient_accumulation_boundary(False)
+                engine.step()
+                engine.set_gradient_accumulation_boundary(None)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Do nothing, because the step divides by the loss scale before it clips."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Have the step clip at `max_norm`. Return the norm as a 0-dim tensor, which is NaN until the step fills it.
 
         Raises:
-            ConfigError: another norm than the 2-norm.
+            ConfigError: another norm than the 2-norm, or parameters of several models.
         """
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_(norm_type={norm_type:g}): the step clips by the 2-norm alone.")
         if self.engine is None or not self.sync_gradients:
             return None
-        self.engine.clip(float(max_norm))
-        optimizer = self._optimizers[-1]
+        models = _with_any_of(parameters, self._trained)
+        if len(models) != 1:
+            raise ConfigError(f"clip_grad_norm_ over parameters of {len(models)} models that train: call it for each.")
+        optimizer = next(item for item in self._optimizers if item.engine.module is models[0])
+        optimizer.engine.clip(float(max_norm))
         optimizer.grad_norm = torch.full((), math.nan)
         return optimizer.grad_norm
 
@@ -145,17 +163,18 @@ class Accelerator(accelerate.Accelerator):
         raise ConfigError("clip_grad_value_ is not supported, because gradients are in shards. Use clip_grad_norm_.")
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return the parameters of a model; of the trained one all of them on rank 0, and {} elsewhere. Collective."""
-        if model is not self._trained or self.engine is None:
-            return super().get_state_dict(model, unwrap)
-        return self.engine.state_dict_on_rank_0() or {}
+        """Return the parameters of a model; of one that trains all of them on rank 0, and {} elsewhere. Collective."""
+        for optimizer in self._optimizers:
+            if optimizer.engine.module is model:
+                return optimizer.engine.state_dict_on_rank_0() or {}
+        return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save the engine's state in shards and all else as Accelerate does; return the folder. Collective."""
         with _without_models(self):
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        if self.engine is not None:
-            self.engine.save_checkpoint(folder, STATE_FOLDER, save_latest=False)
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.engine.save_checkpoint(folder, _state_folder(number), save_latest=False)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -169,11 +188,11 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("accelerator.load_state needs the folder that save_state has returned.")
         with _without_models(self):
             super().load_state(input_dir, *args, **kwargs)
-        if self.engine is not None:
-            path, _ = self.engine.load_checkpoint(input_dir, STATE_FOLDER)
+        for number, optimizer in enumerate(self._optimizers):
+            path, _ = optimizer.engine.load_checkpoint(input_dir, _state_folder(number))
             if path is None:
                 raise CheckpointError(
-                    f"{input_dir}/{STATE_FOLDER} holds no training state. Another Accelerator saved it."
+                    f"{input_dir}/{_state_folder(number)} holds no training state. Another Accelerator saved it."
                 )
 
 
@@ -181,11 +200,22 @@ _PLAIN = (accelerate.DistributedType.MULTI_CPU, accelerate.DistributedType.MULTI
 """Accelerate's names for several processes that each have a model."""
 
 
+def _state_folder(number: int) -> str:
+    """Return the name of the folder with the state of a model, by the order in which optimizers were prepared."""
+    return f"{STATE_FOLDER}-{number}" if number else STATE_FOLDER
+
+
+def _with_any_of(parameters: Iterable[Tensor] | Tensor, models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the models that have one of the parameters."""
+    wanted = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+    return [model for model in models if not wanted.isdisjoint(map(id, model.parameters()))]
+
+
 @contextmanager
 def _without_models(accelerator: Accelerator) -> Iterator[None]:
     """Context manager in which an accelerator saves and loads no model that the engine saves."""
     models = accelerator._models
-    accelerator._models = [model for model in models if model is not accelerator._trained]
+    accelerator._models = [model for model in models if all(model is not other for other in accelerator._trained)]
     try:
         yield
     finally:

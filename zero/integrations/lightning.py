@@ -171,7 +171,7 @@ class ZeroStrategy(DDPStrategy):
 
     def end_microbatch(self, *, updates: bool) -> None:
         """End the current microbatch, if any. If `updates` and there are gradients, update parameters. Collective."""
-        updates = updates and self.opened.has_loss
+        updates = updates and self.opened.current.has_loss
         if self._in_microbatch:
             self._in_microbatch = False
             self.opened.set_gradient_accumulation_boundary(updates)
@@ -197,7 +197,7 @@ class ZeroStrategy(DDPStrategy):
     def _zero_grad(self, set_to_none: bool = True) -> None:
         # replaces the optimizer's `zero_grad`
         self._has_updated = False
-        if self.opened.has_loss:
+        if self.opened.current.has_loss:
             self.opened.zero_grad()
 
     def teardown(self) -> None:

@@ -20,6 +20,8 @@ class TrainerWithEngine(Protocol):
 
     def open_engine(self) -> Engine: ...
 
+    def shard_frozen(self, model: nn.Module) -> None: ...
+
     def end_step(self) -> None: ...
 
 
@@ -27,17 +29,21 @@ class TrainerAccelerator(Accelerator):
     """An `Accelerator` that uses the engine for the trainer's model, its losses and gradients.
 
     Attributes:
-        trainer: the trainer. Models other than its `model`, such as a frozen reference, are prepared by Accelerate.
+        trainer: the trainer. Other models than its `model` are sharded too if they are only evaluated, such as a
+            reference, and else prepared by Accelerate.
     """
 
     trainer: TrainerWithEngine
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Make the engine and return the model itself, whose calls now run the engine."""
-        if model is not self.trainer.model:
+        if model is self.trainer.model:
+            self.trainer.open_engine()
+            self._models.append(model)
+        elif evaluation_mode:
+            self.trainer.shard_frozen(model)
+        else:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        self.trainer.open_engine()
-        self._models.append(model)
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

@@ -21,6 +21,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from zero.distributed.world import World, open_world
+from zero.engine.whole import Weights
 from zero.errors import CheckpointError, ConfigError
 from zero.integrations.foreign_loop import STATE_FOLDER, check_plan_settings, check_precision, new_engine
 from zero.integrations.trainer_accelerator import TrainerAccelerator
@@ -38,6 +39,7 @@ UNSUPPORTED = {
     "fp16_full_eval": "evaluation has the precision of training. Write zero={'precision': 'fp16'}.",
     "enable_jit_checkpoint": "all ranks save together, but get the signal in different steps. Set save_steps.",
     "save_on_each_node": "a checkpoint is written once, to a disk that all ranks share. Leave it out.",
+    "sync_ref_model": "policy and reference are in shards, which TRL's callback cannot edit. Leave it out.",
     "debug": "its hooks read every parameter. Leave it out: trainer.engine.metrics.nonfinite_unit names the unit.",
 }
 """Unsupported arguments of `TrainingArguments` -> advice. Arguments for DDP are accepted and have no effect."""
@@ -63,6 +65,7 @@ class ZeroTrainerMixin(_Base):
         engine: the `zero.Engine` of `model` from the first `train`, `evaluate` or `predict` on; None before.
             `trainer.engine.plan` shows the bytes, `zero.get_full(trainer.engine, name)` reads a parameter,
             `trainer.engine.destroy()` frees memory and disk.
+        frozen_engines: the engines of other models that are only evaluated, such as a reference.
 
     Raises:
         ConfigError: an unknown setting, or an unsupported argument of `TrainingArguments`.
@@ -75,7 +78,7 @@ class ZeroTrainerMixin(_Base):
     _dtypes: Mapping[str, torch.dtype]  # dtypes of the model before training
 
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._plan_settings = dict(zero or {})
+        self._plan_settings, self.frozen_engines = dict(zero or {}), list[Engine]()
         check_plan_settings(self._plan_settings, "TrainingArguments")
         super().__init__(*args, **kwargs)
 
@@ -113,6 +116,24 @@ class ZeroTrainerMixin(_Base):
             self.engine.destroy()  # `model_init` made another model
         if self.optimizer is None and self.train_dataset is not None:
             self.create_optimizer()
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
+        self.engine = self._sharded(self.model, self.optimizer)
+        self._again = StepMadeAgain(self.engine)
+        generate = getattr(self.model, "generate", None)
+        if generate is not None and self.engine.world_size > 1 and self.engine.plan.facts.stage.parameters:
+            self.model.generate = _in_step(generate)
+        return self.engine
+
+    def shard_frozen(self, model: nn.Module) -> None:
+        """Shard another model, which is only evaluated, by the same settings. Its calls are collective from now on."""
+        self.frozen_engines.append(self._sharded(model, None))
+
+    def initial_values(self, model: nn.Module) -> Weights:
+        """Return the first values of a model's parameters; None: those that it has."""
+        return self._plan_settings.get("weights") if model is self.model else None
+
+    def _sharded(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
         device = "cpu" if self.args.use_cpu else None
         self._world = self._world or open_world(timeout_s=self.args.ddp_timeout, device=device)
         if self.args.world_size != self._world.size:
@@ -120,23 +141,16 @@ class ZeroTrainerMixin(_Base):
                 f"{self._world.size} ranks were started, but Trainer sees {self.args.world_size}. Without GPUs write "
                 "TrainingArguments(use_cpu=True)."
             )
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
-        self.engine = new_engine(
-            self.model,
-            self.optimizer,
+        return new_engine(
+            model,
+            optimizer,
             self._world,
-            self._plan_settings,
+            self._plan_settings | {"weights": self.initial_values(model)},
             precision=_precision(self.accelerator.mixed_precision),
             accumulate=self.args.gradient_accumulation_steps,
             clip=self.args.max_grad_norm or None,
             rows=self.args.per_device_train_batch_size,
         )
-        self._again = StepMadeAgain(self.engine)
-        generate = getattr(self.model, "generate", None)
-        if generate is not None and self._world.size > 1 and self.engine.plan.facts.stage.parameters:
-            self.model.generate = _in_step(generate)
-        return self.engine
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run a microbatch. If memory runs out, the step's microbatches run again on lower tiers, see `zero.move`."""

@@ -64,11 +64,16 @@ class CurrentStep:
         begun = 0 if self.step is None else self.step.microbatches
         return not self.managed or begun + (not self.in_microbatch) >= self._plan.accumulate
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether backward was run from a loss since the last update or `zero_grad`."""
+        return self.step is not None and self.step.has_loss
+
     def begun(self, method: str) -> Step:
         """Return the step; `method` of the engine needs it.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         if self.step is None:
             raise self._no_forward(method, since="step")
@@ -92,8 +97,8 @@ class CurrentStep:
     def _no_forward(self, method: str, *, since: str) -> ConfigError:
         if self._plan.facts.trains:
             return ConfigError(
-                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(), then "
-                "engine.module.blocks.eval() or the like if you train without dropout."
+                f"engine.{method}(): no forward in training mode since the last {since}. Call engine.train(). To train "
+                "without dropout, then call eval() on the dropout modules."
             )
         return ConfigError(
             f"engine.{method}(): no optimizer holds a parameter that requires a gradient. For gradients of inputs "

@@ -40,6 +40,7 @@ class Engine(EngineCheckpoints):
         optimizer: the optimizer whose `param_groups` are read at every update.
         client_optimizer: the torch optimizer that was passed, or None.
         lr_scheduler: the scheduler, stepped after each update that was not skipped; None if there is none.
+        current: the step that microbatches add to.
         metrics: results of the last step; None before the first.
         micro_steps: number of calls of `step()`.
         training_dataloader: the data loader that `initialize` made, or None.
@@ -67,10 +68,11 @@ class Engine(EngineCheckpoints):
         self._passed, self._opened = passed, opened
         self.client_optimizer = None if passed is None else passed.optimizer
         self.tput_timer = Throughput(self.train_batch_size())
-        self._current = CurrentStep(state.plan, managed=managed, started=self.tput_timer.start)
+        self.current = CurrentStep(state.plan, managed=managed, started=self.tput_timer.start)
         self.micro_steps = 0
         self._groups = list(optimizer.param_groups)  # the dicts that every update reads
         optimizer.engine = self
+        self._trains_in_eval = not state.model.training  # a model of from_pretrained, until its first train()
         self._call = state.model._call_impl
         self._give_back = take_over(state.model, weakref.ref(self))
         state.runtime.sites.entering = partial(_enter, weakref.ref(self))
@@ -96,9 +98,10 @@ class Engine(EngineCheckpoints):
         """
         state = self.state
         refuse_compiler()
+        self._trains_in_eval &= not self.module.training
         if self.trains_now:
-            self._current.begin_microbatch(self._state)
-        elif self._current.step is None:
+            self.current.begin_microbatch(self._state)
+        elif self.current.step is None:
             state.runtime.sites.begin()
         if self._casts_inputs:
             args, kwargs = cast_inputs((args, kwargs), self.plan.precision.compute)
@@ -130,15 +133,15 @@ class Engine(EngineCheckpoints):
             () the loss divided by `gradient_accumulation_steps()`, or by `count`, without a graph.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
         self._grads.take_back()
         parts = self.plan.accumulate if count is None else count
         with unobserved():
             whole = loss if scale_wrt_gas or count is not None else loss * parts
         with if_it_fails(self.abandon):
-            self._current.begun("backward").backward(whole, count=count, retain_graph=retain_graph)
-        self._current.backwards += 1
+            self.current.begun("backward").backward(whole, count=count, retain_graph=retain_graph)
+        self.current.backwards += 1
         with unobserved():
             return whole.detach() / parts
 
@@ -153,11 +156,11 @@ class Engine(EngineCheckpoints):
             (shape of `loss`) the tensor for `backward`.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
-        step = self._current.begun("scale")
+        step = self.current.begun("scale")
         self._grads.take_back()
-        self._current.backwards += 1
+        self.current.backwards += 1
         if loss.numel() == 1 and not already:
             step.count(loss)
         return step.scaled(loss, already=already)
@@ -172,7 +175,7 @@ class Engine(EngineCheckpoints):
             ConfigError: there was no forward, or no rank ran backward; the call is inside `no_sync`; or the script's
                 own `loss.backward()` in fp16 did not use `scale`.
         """
-        is_last = self._current.end_microbatch()
+        is_last = self.current.end_microbatch()
         self.micro_steps += 1
         if not is_last:
             self._grads.take_back()
@@ -189,30 +192,30 @@ class Engine(EngineCheckpoints):
             set_to_none: ignored, for compatibility with torch.
         """
         self._grads.drop()
-        self._current.backwards = 0
-        if self._current.step is not None:
-            self._current.step.forget()
+        self.current.backwards = 0
+        if self.current.step is not None:
+            self.current.step.forget()
 
     def clip(self, max_norm: float) -> None:
         """Clip the norm of this step's mean gradient at `max_norm`, instead of at the number in the config.
 
         Raises:
-            ConfigError: there was no forward in training mode, or nothing trains.
+            ConfigError: there was no forward that trains, or nothing trains.
         """
-        self._current.begun("clip").clip = max_norm if max_norm < math.inf else None
+        self.current.begun("clip").clip = max_norm if max_norm < math.inf else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which `step()` raises. It has no other effect, because gradients accumulate anyway."""
-        before, self._current.in_no_sync = self._current.in_no_sync, True
+        before, self.current.in_no_sync = self.current.in_no_sync, True
         try:
             yield
         finally:
-            self._current.in_no_sync = before
+            self.current.in_no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
-        return self._current.is_last
+        return self.current.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next `step()` updates the parameters.
@@ -220,22 +223,17 @@ class Engine(EngineCheckpoints):
         Args:
             is_boundary: whether it does; None: decide by the number of microbatches again.
         """
-        self._current.boundary = is_boundary
+        self.current.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` updated the parameters: it ended an accumulation and was not skipped."""
-        return self._current.ended and not self.overflow
+        return self.current.ended and not self.overflow
 
     @property
     def trains_now(self) -> bool:
-        """Whether a forward belongs to a step: the model is in training mode and gradients are enabled."""
-        return self.plan.facts.trains and torch.is_grad_enabled() and self.module.training
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether backward was run from a loss since the last update or `zero_grad`."""
-        step = self._current.step
-        return step is not None and step.has_loss
+        """Whether a forward belongs to a step: it has gradients, and the model is, or never was, in training mode."""
+        is_training = self.module.training or self._trains_in_eval
+        return self.plan.facts.trains and torch.is_grad_enabled() and is_training
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -257,7 +255,7 @@ class Engine(EngineCheckpoints):
     def abandon(self) -> None:
         """Drop the step that is under way, so that the next forward begins another one. The state stays valid."""
         self._grads.drop()
-        if (step := self._current.clear()) is not None:
+        if (step := self.current.clear()) is not None:
             step.abandon()
 
     # -- methods that the optimizer calls ------------------------------------------------------------------------------
@@ -265,7 +263,7 @@ class Engine(EngineCheckpoints):
     @unobserved()
     def update(self) -> None:
         """Update all parameters; `step` and `optimizer.step` call it."""
-        current, step = self._current, self._current.begun("step")
+        current, step = self.current, self.current.begun("step")
         with if_it_fails(self.abandon):
             passed = [] if self._passed is None else [self._passed.optimizer]
             check_groups(self._groups, [self.optimizer, *passed])
@@ -288,8 +286,8 @@ class Engine(EngineCheckpoints):
 
     def forget(self) -> None:
         """Drop gradients, unless earlier microbatches of the step have added to them. Called by the optimizer."""
-        step = self._current.step
-        if step is not None and (step.microbatches > 1 or not self._current.in_microbatch):
+        step = self.current.step
+        if step is not None and (step.microbatches > 1 or not self.current.in_microbatch):
             self._warn_once(
                 "optimizer.zero_grad() does nothing between microbatches of a step. Call engine.zero_grad() to drop "
                 "their gradients."
@@ -300,7 +298,7 @@ class Engine(EngineCheckpoints):
     @unobserved()
     def gradient_of(self, name: str) -> Tensor | None:
         """Return the value of `grad` of the parameter `name`: see `Grads.of`. None if no gradient has arrived."""
-        step = self._current.step
+        step = self.current.step
         return self._grads.of(name) if step is not None and step.has_gradients else None
 
     # -- closing -------------------------------------------------------------------------------------------------------
@@ -315,7 +313,7 @@ class Engine(EngineCheckpoints):
         """
         if self._closing.detach() is None:
             return
-        if self._current.in_microbatch and self._state.runtime.backward.arrived:
+        if self.current.in_microbatch and self._state.runtime.backward.arrived:
             self._warn_once("engine.destroy(): gradients that arrived after the last engine.step() are dropped")
         self.abandon()
         if self._passed is not None:
@@ -337,5 +335,5 @@ class Engine(EngineCheckpoints):
 def _enter(held: "weakref.ref[Engine]") -> None:
     """Begin a microbatch when a method of the model, or the loss, reads parameters in training before any forward."""
     engine = held()
-    if engine is not None and not engine._current.in_microbatch and engine.trains_now:
-        engine._current.begin_microbatch(engine._state)
+    if engine is not None and not engine.current.in_microbatch and engine.trains_now:
+        engine.current.begin_microbatch(engine._state)

@@ -1,4 +1,4 @@
-"""Unmodified models of transformers: built on meta, loaded from their own files, trained on rows of tokens.
+"""Unmodified models of transformers, built and loaded by `zero.integrations.model_folder`, trained on rows of tokens.
 
     model = build(folder)                                    # parameters on meta
     plan = zero.Plan(model, ...)
@@ -22,45 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero.core import checks
-from zero.engine.meta import empty
-from zero.errors import ConfigError, in_short
+from zero.integrations.model_folder import (
+    HFWeights as HFWeights,
+    build as build,
+    settings as settings,
+    weights as weights,
+)
 from zero.losses import IGNORE_INDEX, linear_cross_entropy
-from zero.platform.installed import require_hf
-from zero.platform.safetensors_files import StoredWeights
 from zero.sequence import SharedRows
 from zero.trainer import hub
 from zero.trainer.data.rows import positions_of, tokens_of, trains_of
-from zero.trainer.models.hf_weights import HFWeights
 
 LossReduction = Literal["mean", "sum"]
-
-
-def build(path: str | PathLike[str]) -> nn.Module:
-    """Build a model on meta, of the class that its settings name, else of a causal language model.
-
-    The key-value cache is off, because a recomputed forward would find it filled already.
-
-    Args:
-        path: a folder with config.json, or a model type such as "llama" with all its defaults, or a name in
-            transformers' cache.
-
-    Raises:
-        ConfigError: transformers is not installed, or knows no such model.
-    """
-    transformers = _transformers()
-    config = settings(path)
-    config.use_cache = False
-    name = next(iter(getattr(config, "architectures", None) or ()), None)
-    build_class = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM.from_config
-    if build_class is None:
-        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {name}. Upgrade transformers.")
-    try:
-        with empty():
-            model: nn.Module = build_class(config)
-    except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
-        raise ConfigError(f"{path}: {in_short(error)}") from error
-    return model
 
 
 def not_causal(model: Any) -> str | None:
@@ -69,7 +42,9 @@ def not_causal(model: Any) -> str | None:
     The name of the class is not enough: encoders such as BERT have a causal-language-model class, which attends to
     later tokens unless the settings say `is_decoder`. Other models have no such setting, or do not read it.
     """
-    known, name = _transformers().models.auto.modeling_auto, type(model).__name__
+    from transformers.models.auto import modeling_auto as known
+
+    name = type(model).__name__
     if name not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return f"a {name}"
     encoder = model.config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -123,37 +98,6 @@ def _attention_numel(text: Any, seq: int) -> float:
     lengths = {"full_attention": seq, "sliding_attention": window}
     layers = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     return float(heads * head_numel * sum(lengths.get(layer, 0) for layer in layers))
-
-
-def settings(path: str | PathLike[str]) -> Any:
-    """Return the configuration object of transformers for a model.
-
-    Raises:
-        ConfigError: see `build`.
-    """
-    transformers = _transformers()
-    checks.instance("path", path, str | PathLike, "Pass a folder with config.json, or a model type.")
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
-        return transformers.AutoConfig.for_model(str(path))
-    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
-        raise ConfigError(f"{path} does not exist. Give a folder with config.json, or a model type.")
-    try:
-        where = str(folder if folder.is_dir() else path)
-        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: transformers cannot read this model: {in_short(error)}") from error
-
-
-def weights(model: nn.Module, path: str | PathLike[str]) -> HFWeights:
-    """Return the weights of a folder or file by the names in `model`, for `zero.init(weights=...)`.
-
-    `str` of the result is a line with the number of tensors and their bytes.
-
-    Raises:
-        PlanError, CheckpointError: as `StoredWeights`.
-    """
-    return HFWeights(model, StoredWeights(Path(path).expanduser()))
 
 
 def logits(model: Callable[..., Any], tokens: Tensor, *, shared_rows: SharedRows | None = None) -> Tensor:
@@ -338,10 +282,3 @@ def write_settings(path: str | PathLike[str], out: Path) -> None:
         for file in folder.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)
-
-
-def _transformers() -> Any:
-    require_hf("transformers", "models of Hugging Face need")
-    import transformers
-
-    return transformers

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zero.distributed.world import World
     from zero.trainer.data.chat.chats import Chats
 
-CACHE_FORMAT = "chat 1"
+CACHE_FORMAT = "chat 2"
 """Name and version of the cached format, part of the hash that names the folder."""
 
 TOKENS_FILE, INDEX_FILE = "tokens.bin", "index.bin"

@@ -4,11 +4,13 @@ A template may mark the assistant's text itself (`{% generation %}`). Most do no
 of zeros without a word. So the mask also comes from spans: the text of a chat up to a turn is the beginning of the text
 of the whole chat, and the turn's span is what follows it. Both are compared on the first chats.
 
-A template that leaves out earlier thinking gives other beginnings. Then only the last turn trains.
+A prompt may begin a thought that a turn does not have. Then the span begins where their tokens differ. A template that
+leaves out earlier thinking gives other beginnings. Then only the last turn trains.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,12 +103,14 @@ class ChatEncoder:
         for chat, where in chats:
             if chat.texts is not None:
                 continue
-            text, _, only_last = self._spans(chat, where)
-            tokens, offsets = self._tokens(text, where)
             marked = self._marked(chat, where)
-            if marked is None or len(marked.tokens) != len(tokens) or chat.first or only_last:
+            if marked is None or chat.first:
                 continue
-            self.marks |= any(marked.trains)
+            self.marks = True
+            text = self._text(chat, chat.messages, where)
+            tokens, offsets = self._tokens(text, where)
+            if marked.tokens != tokens:
+                continue
             others = _others(chat, text)
             for trains, (begin, end) in zip(marked.trains, offsets, strict=True):
                 if trains and any(first <= begin and end <= last for first, last in others):
@@ -171,37 +175,53 @@ class ChatEncoder:
         turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT and n >= chat.first]
         spans: list[TurnSpan] = []
         for number in turns:
-            begin = self._beginning(chat, messages[:number], where)
-            end = (
-                whole
-                if number == len(messages) - 1
-                else self._beginning(chat, messages[: number + 1], where, turn=False)
-            )
-            if begin is None or end is None or not (whole.startswith(end) and end.startswith(begin)):
+            begin, end = self._begin(whole, chat, number, where), self._end_of_turn(whole, chat, number, where)
+            if begin is None or end is None or end < begin:
                 break
-            spans.append(self._span(whole, len(begin), len(end)))
+            spans.append(self._span(whole, begin, end))
         else:
             return whole, spans, False
-        if turns[-1] != len(messages) - 1:
-            return whole, [], True
-        begin = self._beginning(chat, messages[:-1], where)
-        matches = begin is not None and whole.startswith(begin)
-        return whole, [self._span(whole, len(begin or ""), len(whole))] if matches else [], True
+        last = len(messages) - 1
+        begin = self._begin(whole, chat, last, where) if turns[-1] == last else None
+        return whole, [] if begin is None else [self._span(whole, begin, len(whole))], True
 
-    def _beginning(
-        self, chat: Chat, messages: Sequence[Mapping[str, Any]], where: str, *, turn: bool = True
-    ) -> str | None:
-        """Return the text of the first messages; None if the template does not accept these alone.
+    def _begin(self, whole: str, chat: Chat, number: int, where: str) -> int | None:
+        """Return where the answer of turn `number` begins; None if earlier messages have another text in `whole`."""
+        prompt = self._beginning(chat, number, where)
+        if prompt is None or whole.startswith(prompt):
+            return None if prompt is None else len(prompt)
+        before = self._beginning(chat, number, where, turn=False)
+        if before is None or not whole.startswith(before):
+            return None
+        tokens, offsets = self._tokens(whole, where)
+        pairs = zip(self._tokens(prompt, where)[0], tokens, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return max(len(before), offsets[shared][0] if shared < len(offsets) else len(whole))
+
+    def _end_of_turn(self, whole: str, chat: Chat, number: int, where: str) -> int | None:
+        """Return where turn `number` ends; None if it has another text in `whole` than at the end of a chat."""
+        if number == len(chat.messages) - 1:
+            return len(whole)
+        end = self._beginning(chat, number + 1, where, turn=False)
+        if end is not None and not whole.startswith(end):
+            end = end.removesuffix(self._tokenizer.eos_token or "")  # which a template may add behind the last turn
+        return len(end) if end is not None and whole.startswith(end) else None
+
+    def _beginning(self, chat: Chat, count: int, where: str, *, turn: bool = True) -> str | None:
+        """Return the text of the first `count` messages; None if the template does not accept these alone.
 
         Args:
             turn: also the text that begins a turn of the assistant.
         """
         asked = ({"role": "user", "content": "x"},)
         try:
-            if not messages:  # which no template accepts: what it adds behind a question
-                whole = self._text(chat, asked, where, add_generation_prompt=True)
-                return whole.removeprefix(self._text(chat, asked, where))
-            return self._text(chat, messages, where, add_generation_prompt=turn)
+            if count:
+                return self._text(chat, chat.messages[:count], where, add_generation_prompt=turn)
+            if not turn:
+                return ""
+            # no template accepts an empty chat: the text that it adds behind a question
+            whole = self._text(chat, asked, where, add_generation_prompt=True)
+            return whole.removeprefix(self._text(chat, asked, where))
         except ConfigError:
             return None
 

@@ -1,4 +1,4 @@
-"""The stored weights of a model of transformers, read under the model's names.
+"""A model in a folder of Hugging Face: built on meta, then read from its files under the model's names.
 
 Names in a file may differ from the model's names, and a file may store one tensor of the model as several, as with the
 experts of a Mixtral. Stored tensors are converted with transformers' own tables, one at a time.
@@ -10,12 +10,67 @@ import copy
 import re
 from collections.abc import Iterator
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from zero.core import checks
 from zero.core.peft_names import COPIES, plain_name
+from zero.engine.meta import empty
+from zero.errors import ConfigError, in_short
+from zero.platform.installed import require_hf
 from zero.platform.safetensors_files import RangedWeights, StoredWeights
+
+
+def build(path: str | PathLike[str]) -> nn.Module:
+    """Build a model on meta, of the class that its settings name, else of a causal language model.
+
+    The key-value cache is off, because a recomputed forward would find it filled already.
+
+    Args:
+        path: a folder with config.json, or a model type such as "llama" with all its defaults, or a name in
+            transformers' cache.
+
+    Raises:
+        ConfigError: transformers is not installed, or knows no such model.
+    """
+    transformers = _transformers()
+    config = settings(path)
+    config.use_cache = False
+    name = next(iter(getattr(config, "architectures", None) or ()), None)
+    build_class = getattr(transformers, name, None) if name else transformers.AutoModelForCausalLM.from_config
+    if build_class is None:
+        raise ConfigError(f"{path}: transformers {transformers.__version__} has no {name}. Upgrade transformers.")
+    try:
+        with empty():
+            model: nn.Module = build_class(config)
+    except (ValueError, KeyError) as error:  # no causal language model, sizes that do not divide
+        raise ConfigError(f"{path}: {in_short(error)}") from error
+    if (Path(path).expanduser() / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(str(Path(path).expanduser()))
+    return model
+
+
+def settings(path: str | PathLike[str]) -> Any:
+    """Return the configuration object of transformers for a model.
+
+    Raises:
+        ConfigError: see `build`.
+    """
+    transformers = _transformers()
+    checks.instance("path", path, str | PathLike, "Pass a folder with config.json, or a model type.")
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and str(path) in transformers.CONFIG_MAPPING:
+        return transformers.AutoConfig.for_model(str(path))
+    if not folder.is_dir() and (str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1):
+        raise ConfigError(f"{path} does not exist. Give a folder with config.json, or a model type.")
+    try:
+        where = str(folder if folder.is_dir() else path)
+        return transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: transformers cannot read this model: {in_short(error)}") from error
 
 
 class HFWeights(RangedWeights):
@@ -111,3 +166,21 @@ class HFWeights(RangedWeights):
             converter.add_tensor(first, key, pattern, partial(self._stored.__getitem__, key))
         tensors = converter.convert(first, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
+
+
+def weights(model: nn.Module, path: str | PathLike[str]) -> HFWeights:
+    """Return the weights of a folder or file by the names in `model`, for `zero.init(weights=...)`.
+
+    `str` of the result is a line with the number of tensors and their bytes.
+
+    Raises:
+        PlanError, CheckpointError: as `StoredWeights`.
+    """
+    return HFWeights(model, StoredWeights(Path(path).expanduser()))
+
+
+def _transformers() -> Any:
+    require_hf("transformers", "models of Hugging Face need")
+    import transformers
+
+    return transformers

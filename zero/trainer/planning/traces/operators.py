@@ -5,7 +5,8 @@ Every new storage is counted while it exists. Memory that a kernel allocates for
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +83,19 @@ class OperatorCounts(TorchDispatchMode):
         self._held = known  # keeps them alive, because an address identifies a storage only while it exists
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._live_bytes = self.peak_bytes = 0
-        self.work = OperatorWork()
+        self.work, self._times = OperatorWork(), 1
         self.products: Counter[Product] = Counter()
         self.attention: tuple[int, ...] | None = None
         self.made: Counter[int] = Counter()
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count the work of the operators in the body `times` times."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = 1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,18 +114,19 @@ class OperatorCounts(TorchDispatchMode):
         if func.is_view or func.overloadpacket in _FREE:
             return
         if product := _product(func, args):
-            self.products[product] += 1
-            self.work += OperatorWork(flops=product.flops, launches=1)
+            self.products[product] += self._times
+            work = OperatorWork(flops=product.flops, launches=1)
         elif func in _ATTENTION:
             times, query, key = _ATTENTION[func]
             self.attention = tuple(args[query].shape)
-            self.work += OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
+            work = OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
         else:
             read = tree_leaves(args)[func.overloadpacket in _LOOKUPS :]
             moved = [*results, *(tensor for tensor in read if isinstance(tensor, Tensor))]
             nbytes = sum(tensor.nbytes for tensor in moved)
-            self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes
-            self.work += OperatorWork(nbytes=nbytes, launches=1)
+            self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes * self._times
+            work = OperatorWork(nbytes=nbytes, launches=1)
+        self.work += work if self._times == 1 else work.times(self._times)
 
     def _add(self, storage: Any) -> None:
         address, nbytes = storage._cdata, storage.nbytes()

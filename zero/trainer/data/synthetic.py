@@ -33,6 +33,9 @@ class Synthetic:
     def example(self) -> list[tuple[str, bool]]:
         return []
 
+    def lengths(self) -> list[int]:
+        return []
+
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data=synthetic has no end, so epochs means nothing. Set steps.")
 

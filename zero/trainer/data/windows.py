@@ -1,7 +1,7 @@
 """Rows cut from a long sequence of tokens: at random positions for training, at fixed positions for validation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,9 @@ class Data(Protocol):
 
     def example(self) -> list[tuple[str, bool]]:
         """Return the parts of the first training row and whether they train; [] if all of every row does."""
+
+    def lengths(self) -> Sequence[int]:
+        """Return the numbers of tokens of the documents, before they are cut; [] if rows are not of documents."""
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
@@ -102,6 +105,9 @@ class Windows:
         return self._rows(self.train, [draw(self.seed, step, row, below) for row in range(start, stop)])
 
     def example(self) -> list[tuple[str, bool]]:
+        return []
+
+    def lengths(self) -> Sequence[int]:
         return []
 
     def rows_of_epochs(self, count: int) -> int:

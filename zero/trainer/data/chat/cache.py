@@ -115,6 +115,7 @@ def open_chats(
         digest=digest.hexdigest(),
         decode_tokens=lambda numbers: tokenizer.decode(numbers.tolist()),
         about=_about(about, counts, len(train), len(held), lengths),
+        all_lengths=lengths,
     )
 
 

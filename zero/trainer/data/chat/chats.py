@@ -32,6 +32,7 @@ class Chats:
         packed: whether a row has several chats.
         pad: the token behind the last chat of a row.
         about: a text about the chats.
+        all_lengths: the numbers of tokens of all chats, also of those that are left out, before they are cut.
     """
 
     file: TokenFile
@@ -46,6 +47,7 @@ class Chats:
     digest: str
     decode_tokens: Callable[[Tensor], str]
     about: str
+    all_lengths: Sequence[int]
     has_text: bool = True
 
     def __post_init__(self) -> None:
@@ -70,6 +72,9 @@ class Chats:
         trains = trains_of(row)
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]
+
+    def lengths(self) -> Sequence[int]:
+        return self.all_lengths
 
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in `count` epochs."""

@@ -7,14 +7,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from zero.trainer.planning.traces.shapes import result_of
+from zero.trainer.planning.traces.shapes import result_of, tensors_in
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class OperatorWork(NamedTuple):
 
     def __add__(self, other: object) -> "OperatorWork":
         assert isinstance(other, OperatorWork)
-        return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
+        return OperatorWork(*map(add, self, other))
 
     def times(self, factor: float) -> "OperatorWork":
         """Return the work `factor` times."""
@@ -103,7 +103,7 @@ class OperatorCounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = result_of(func, args, kwargs or {})
-        results = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        results = [*tensors_in((made,))]
         for tensor in results:
             self._add(tensor.untyped_storage())
         self._count(func, args, results)
@@ -121,9 +121,8 @@ class OperatorCounts(TorchDispatchMode):
             self.attention = tuple(args[query].shape)
             work = OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
         else:
-            read = tree_leaves(args)[func.overloadpacket in _LOOKUPS :]
-            moved = [*results, *(tensor for tensor in read if isinstance(tensor, Tensor))]
-            nbytes = sum(tensor.nbytes for tensor in moved)
+            read = tensors_in(args[1:] if func.overloadpacket in _LOOKUPS else args)
+            nbytes = sum(tensor.nbytes for tensor in (*results, *read))
             self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes * self._times
             work = OperatorWork(nbytes=nbytes, launches=1)
         self.work += work if self._times == 1 else work.times(self._times)

@@ -5,13 +5,12 @@ measured with torch 2.13. The rules here cover the operators of transformers; ot
 `tests/trainer/test_planning.py` compares every rule with torch's own answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -30,12 +29,21 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return func(*args, **kwargs)
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments of an operator, and in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the result of a pointwise operator on tensors and numbers; None if its dtype is not known.
 
     The dtype is known for floating point tensors, and for arithmetic.
     """
-    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+    tensors = [*tensors_in(args)]
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     arithmetic = func.overloadpacket in _ARITHMETIC and (func.overloadpacket is not aten.div or bool(floats))
     known = arithmetic or len(floats) == len(tensors)

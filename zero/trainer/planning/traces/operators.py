@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero.trainer.planning.traces.shapes import result_of, tensors_in
+from zero.trainer.planning.traces.shapes import operand_tensors, result_of
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ class OperatorCounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = result_of(func, args, kwargs or {})
-        results = [*tensors_in((made,))]
+        results = [*operand_tensors((made,))]
         for tensor in results:
             self._add(tensor.untyped_storage())
         self._count(func, args, results)
@@ -121,7 +121,7 @@ class OperatorCounts(TorchDispatchMode):
             self.attention = tuple(args[query].shape)
             work = OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
         else:
-            read = tensors_in(args[1:] if func.overloadpacket in _LOOKUPS else args)
+            read = operand_tensors(args[1:] if func.overloadpacket in _LOOKUPS else args)
             nbytes = sum(tensor.nbytes for tensor in (*results, *read))
             self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes * self._times
             work = OperatorWork(nbytes=nbytes, launches=1)

@@ -29,13 +29,13 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return func(*args, **kwargs)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def operand_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among arguments of an operator, and in their lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
+            yield from operand_tensors(value)
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -43,7 +43,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T
 
     The dtype is known for floating point tensors, and for arithmetic.
     """
-    tensors = [*tensors_in(args)]
+    tensors = [*operand_tensors(args)]
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     arithmetic = func.overloadpacket in _ARITHMETIC and (func.overloadpacket is not aten.div or bool(floats))
     known = arithmetic or len(floats) == len(tensors)

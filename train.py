@@ -64,6 +64,7 @@ def train(config: Config, folder: Path) -> "Summary":
         if world.rank == 0:
             write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
+        tracker.waiting("the plan and its memory")
         plan = plan_of_run(config, world, activations)
         tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}{data.about}\nfolder {folder}")
 
@@ -74,6 +75,7 @@ def train(config: Config, folder: Path) -> "Summary":
             lower_at_next_start(plan, folder, config.launch.max_restarts),
             closing(zero.open_store(plan, progress=tracker.progress)) as store,
         ):
+            tracker.waiting("the first values")
             for line in task.notes if checkpoint is None else ():
                 tracker.note(line)
             state = zero.init(plan, store, seed=config.seed, weights=task.weights, progress=tracker.progress)

@@ -9,7 +9,9 @@ Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Model
 normalizer calculation for softmax".
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,25 @@ LEAST_CHUNK = 64
 
 IGNORE_INDEX = -100
 """The target of a token that does not count in the loss."""
+
+
+Repeated = Callable[[int], AbstractContextManager[None]]
+"""A function that returns a context manager whose body stands for this number of equal repetitions."""
+
+_REPEATED: ContextVar[Repeated | None] = ContextVar("repeated", default=None)
+
+
+@contextmanager
+def equal_chunks_once(repeated: Repeated) -> Iterator[None]:
+    """Compute one chunk in place of all chunks of equal memory and work, inside `repeated`, in this thread.
+
+    For traces on meta tensors, which have no values.
+    """
+    token = _REPEATED.set(repeated)
+    try:
+        yield
+    finally:
+        _REPEATED.reset(token)
 
 
 def linear_cross_entropy(
@@ -156,7 +177,14 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + chunk, vocab)) for first in range(0, vocab, chunk))
+    ranges, repeated = [(first, min(first + chunk, vocab)) for first in range(0, vocab, chunk)], _REPEATED.get()
+    if repeated is None or len(ranges) < 4:
+        yield from ranges
+        return
+    yield ranges[0]  # unlike later chunks, it has no tensors of a chunk before beside it
+    with repeated(len(ranges) - 2):
+        yield ranges[1]
+    yield ranges[-1]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:

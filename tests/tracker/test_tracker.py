@@ -180,21 +180,46 @@ def test_in_a_pipe_a_short_work_says_nothing():
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])
-def test_a_terminal_gets_one_line_that_it_has_room_for(monkeypatch, columns):
+def test_a_terminal_gets_every_value_that_it_has_room_for(monkeypatch, columns):
+    """In one line, or with the values in a second line."""
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     bar = BarView(20000, stream, Clock())
     bar.note("[bold]not markup")
     bar.log(FULL)
     bar.close({}, 0)
-    (line,) = shown(stream)
+    lines = shown(stream)
     assert "[bold]not markup" in stream.getvalue()
-    assert line.startswith("step 1200/20000  ")
-    assert "loss 2.3456" in line
-    assert line.endswith("2:36:40 left") == (columns >= 80)
-    assert len(line) <= columns
-    assert ("━" in line) == (columns >= 80)
-    assert ("12/34/100 GiB" in line) == (columns >= 120)
+    assert len(lines) == (1 if columns == 200 else 2)
+    assert lines[0].startswith("step 1200/20000  ")
+    assert lines[0].endswith("2:36:40 left") == (columns >= 40)
+    assert max(map(len, lines)) <= columns
+    for word in ("loss 2.3456", "norm 1.23", "lr 3.0e-4"):
+        assert word in lines[-1]
+    assert ("━" in lines[0]) == (columns >= 80)
+    assert ("12,346 tok/s" in lines[0]) == (columns >= 80)
+    assert ("12/34/100 GiB" in lines[-1]) == (columns >= 80)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_before_the_first_row_a_terminal_says_what_the_run_waits_for(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    clock, stream = Clock(), Terminal()
+    bar = BarView(40, stream, clock)
+    seen = []
+    for what in (None, "the data", "the first step"):
+        if what is not None:
+            bar.waiting(what)
+        clock.now_s += 62
+        bar._live.refresh()
+        (line,) = shown(stream)
+        seen.append(line.replace("━", "").split("  ", 1)[1].strip())
+        assert len(line) <= columns
+    short = ["waits for the model  1:02", "waits for the data  1:02"]
+    assert seen == [*short, "waits for the first step" + "  1:02" * (columns == 80)]
+    bar.log(FULL)
+    bar._live.refresh()
+    assert "waits" not in " ".join(shown(stream))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -251,8 +276,9 @@ def test_what_is_said_after_the_last_step_stands_below_its_line(monkeypatch):
     bar.close({}, 0)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     before, _, after = text.partition("sample:")
-    (line,) = (line for line in before.splitlines() if "loss 2.3456" in line)
-    assert line.rstrip().endswith("in 1:02")
+    step, values = [line.rstrip() for line in before.splitlines() if line.strip()][-2:]
+    assert step.endswith("in 1:02")
+    assert "loss 2.3456" in values
     assert "step" not in after
 
 

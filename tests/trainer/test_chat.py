@@ -452,6 +452,10 @@ def test_train_py_trains_chats_and_goes_on(llama, data, here, capsys):
     assert all(text.endswith("<|im_end|>") for text, trains in parts if trains)
     report = (here / "whole" / "report.html").read_text()
     assert report.count("<mark>") == sum(trains for _, trains in parts) > 0
+    lengths = json.loads((here / "whole" / "summary.json").read_text())["lengths"]
+    assert lengths["row"] == SEQ + 1
+    assert sum(count for _, _, count in lengths["counts"]) == 54, "6 of 60 chats have no token that trains"
+    assert "documents by their tokens" in report
     whole = [row["train/loss"] for row in rows_of(here / "whole")]
     assert whole[-1] < whole[0]
     assert (

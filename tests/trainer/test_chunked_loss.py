@@ -1,5 +1,6 @@
 """A model's loss in chunks of its vocabulary, through the engine: the GPT here and models of transformers."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -9,10 +10,13 @@ import zero
 from tests.common.small import KiB, Setting, slice_of
 from zero import losses
 from zero.engine.meta import empty
+from zero.engine.model import split
 from zero.engine.whole.read import full_state_dict
 from zero.testing import run_ranks
 from zero.trainer.config import read
 from zero.trainer.models import GPT, GPTConfig, hf, loss
+from zero.trainer.planning.traces import tracing
+from zero.trainer.planning.traces.tracing import trace
 from zero.trainer.run.task import build_task
 
 transformers = pytest.importorskip("transformers")
@@ -151,3 +155,26 @@ def test_the_gpt_trains_as_with_the_plain_loss(stage, activations, monkeypatch):
     monkeypatch.setattr(losses, "LEAST_CHUNK", 4)
     plain, chunked = (run_ranks(2, trained, setting, lambda way=way: make(way), loss)[0] for way in (False, True))
     same(plain, chunked)
+
+
+@pytest.mark.parametrize("vocab", [1024, 1000, 129, 64 * 4])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_trace_computes_one_of_equal_chunks_and_counts_all(vocab, backward, monkeypatch):
+    """The same bytes, products and work as with every chunk computed, and fewer operators."""
+    with empty():
+        model = GPT(GPTConfig(width=32, layers=1, heads=2, seq=64, vocab=vocab))
+    batch = torch.zeros(3, 65, dtype=torch.int64, device="meta")
+    computed = []
+    monkeypatch.setattr(losses, "CHUNK_NUMEL", 64)
+    monkeypatch.setattr(losses, "_logits", lambda *args, logits=losses._logits: computed.append(1) or logits(*args))
+
+    def traced():
+        computed.clear()
+        return trace(model, split(model, world_size=1), loss, batch, compute=torch.bfloat16, backward=backward)
+
+    short = traced()
+    count = len(computed)
+    monkeypatch.setattr(tracing, "equal_chunks_once", lambda repeated: nullcontext())
+    assert traced() == short
+    assert len(computed) == -(-vocab // 64) * (1 + backward)
+    assert count == min(3, -(-vocab // 64)) * (1 + backward)

@@ -380,7 +380,7 @@ def test_a_disk_that_fills_while_training_ends_a_run_and_leaves_nothing_half_wri
 @pytest.mark.parametrize(("memory", "code"), [("80GiB", 0), ("1MiB", 2)])
 def test_a_plan_in_which_nothing_fits_is_printed_and_exits_with_2(here, memory, code, capsys):
     paper = ["plan.host_memory=1MiB", "plan.disk=1MiB", f"plan.device_memory={memory}"]
-    assert train.main(["mode=plan", *TINY, *paper]) == code
+    assert train.main(["mode=plan", "plan.all=true", *TINY, *paper]) == code
     printed = capsys.readouterr()
     assert printed.err == ""
     assert ("nothing fits" in printed.out) == (code == 2)

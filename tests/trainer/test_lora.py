@@ -220,7 +220,10 @@ def test_a_run_is_resumed_and_exported_and_peft_computes_the_same_logits(family,
 
 
 def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(base, here, capsys):
-    assert command(base / "llama", "mode=plan", "plan.gpu=H100", "precision=bf16", "model.lora.rank=64") == 0
+    assert (
+        command(base / "llama", "mode=plan", "plan.all=true", "plan.gpu=H100", "precision=bf16", "model.lora.rank=64")
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     adapter = 64 * 2 * ((16 + 16) * 2 + (16 + 8) * 2 + (16 + 24) * 3)  # rank x layers x the sides of their matrices
     assert any(line.startswith(f"{4944 + adapter:,} parameters, bf16") for line in lines), lines

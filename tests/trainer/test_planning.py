@@ -384,11 +384,25 @@ def test_elementwise_results_lie_in_memory_as_torch_lays_them():
             on_meta = [strided_meta(t) for t in (x, y)]
             made = result_of(torch.ops.aten.mul.Tensor, tuple(on_meta), {})
             assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+            aten = torch.ops.aten
+            for func, *given in (
+                *((func, x.long(), y) for func in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)),
+                *((aten.div.Tensor, x, y.long()), (aten.div.Tensor, x.long(), y.long())),
+                *((aten.sub.Tensor, x.long(), 3), (aten.mul.Tensor, x > 0, y), (aten.mul.Tensor, x > 0, 2)),
+                *((aten.bitwise_and.Tensor, x > 0, y > 0), (aten.bitwise_and.Tensor, x.long(), y > 0)),
+                *((aten.where.self, x > 0, x, y), (aten.where.self, y > 0, x, torch.tensor(0))),
+                (aten.gather.default, x, 1, torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=torch.int64)),
+            ):
+                real = func(*given)
+                made = result_of(func, tuple(strided_meta(t) if isinstance(t, torch.Tensor) else t for t in given), {})
+                assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype), func
         calls = {
             torch.ops.aten.clamp.default: (0, 3),
             torch.ops.aten.logsumexp.default: ([1],),
             torch.ops.aten.ge.Scalar: (0,),
             torch.ops.aten.lt.Scalar: (1,),
+            torch.ops.aten.ne.Scalar: (1,),
+            torch.ops.aten.sum.default: (),
         }
         for func, arguments in calls.items():
             for tensor in (x, x.long()) if func is not torch.ops.aten.logsumexp.default else (x,):
@@ -451,13 +465,15 @@ def peak_of(profiled: profile) -> int:
     return peak
 
 
-def test_tracing_is_quick_and_does_not_import_the_compiler():
+@pytest.mark.parametrize("vocab", [256, 40_000], ids=["plain loss", "loss in chunks"])
+def test_tracing_is_quick_and_does_not_import_the_compiler(vocab):
+    sizes = {**TINY, "vocab": vocab}
     code = (
         "import sys, time, torch, zero\n"
         "from zero.trainer.planning import ActivationTraces\n"
         "from zero.trainer.config import read\n"
         "from zero.trainer.models import GPT\n"
-        f"config = read({{'model': {TINY!r}, 'batch': {{'global': 8}}, 'precision': {{'compute': 'bf16'}}}}).on(1)\n"
+        f"config = read({{'model': {sizes!r}, 'batch': {{'global': 8}}, 'precision': {{'compute': 'bf16'}}}}).on(1)\n"
         "with zero.empty(): model = GPT(config.model)\n"
         "begin = time.process_time()\n"
         "assert ActivationTraces(config, model).bytes(8, 'cpu') > 0\n"
@@ -898,7 +914,7 @@ def test_where_no_file_can_be_made_nothing_is_planned_on_disk(tmp_path):
     assert "nothing can be offloaded to a disk here" in notes[0]
     assert "missing: no file can be made: ENOENT" in notes[0]
     assert "of 17 settings fit" in "".join(notes)
-    text, fits = planning.plan_text(settings)
+    text, fits = planning.plan_text(settings.changed("plan", all=True))
     assert fits
     assert "nothing can be offloaded to a disk here" in text
     assert "no, lacks nvme" in text
@@ -1017,7 +1033,7 @@ def test_seven_billion_parameters_on_four_gpus_are_planned_in_seconds():
                 "tied": False,
             },
             "precision": {"compute": "bf16"},
-            "plan": {"ranks": 4, "device_memory": "80GiB", "host_memory": "1TiB", "disk": "4TB"},
+            "plan": {"all": True, "ranks": 4, "device_memory": "80GiB", "host_memory": "1TiB", "disk": "4TB"},
         }
     )
     begin = time.process_time()
@@ -1028,29 +1044,34 @@ def test_seven_billion_parameters_on_four_gpus_are_planned_in_seconds():
     assert "6,738,415,616 parameters" in text
     assert "assumed for each GPU" in text
     (marked,) = [line for line in text.splitlines() if line.startswith("* ") and line.endswith("yes")]
-    answer, *lines = text.splitlines()
-    (command,) = [line for line in lines if line.startswith("  python")]
+    *lines, command = text.splitlines()
+    answer = next(line for line in lines if line.startswith("fits: "))
     assert command.startswith("  python train.py launch.ranks=4 model=gpt_7b precision=bf16 zero.stage=")
     setting = f"zero.stage={marked.split()[1]} offload={marked.split()[2]}"
     assert setting in command
     assert answer.startswith(f"fits: {setting}, about ")
-    told = [line.split("no, lacks")[0] for line in lines if line != command]
-    assert max(map(len, [answer, *told])) <= 80
+    told = [line.split("no, lacks")[0] for line in lines]
+    assert max(map(len, told)) <= 80
+    alone, _ = planning.plan_text(settings.changed("plan", all=False), overrides)
+    said = "plan.all=true prints every stage and offload. "
+    assert alone.replace(said, "") == text[text.index("\n6,738,415,616") + 1 :]
+    assert said in alone
+    assert len(alone.splitlines()) < 20
 
 
 def test_a_plan_says_which_memory_is_too_small_and_proposes_nothing_where_nothing_fits():
     text, fits = planning.plan_text(
-        config(plan={"ranks": 2, "device_memory": "2MiB", "host_memory": "4MiB", "disk": "1MiB"})
+        config(plan={"all": True, "ranks": 2, "device_memory": "2MiB", "host_memory": "4MiB", "disk": "1MiB"})
     )
     assert not fits
     assert sum("no, lacks device" in line for line in text.splitlines()) == 13
-    answer, *_ = text.split("\n\n")
+    *_, answer = text.split("\n\n")
     assert answer.startswith("nothing fits. Nearest: zero.stage=")
     assert "a rank needs at least" in answer.replace("\n ", "")
 
 
 def test_what_is_wrong_with_every_setting_is_said_once():
-    text, fits = planning.plan_text(config(offload={"device_budget": "1GiB"}))
+    text, fits = planning.plan_text(config(offload={"device_budget": "1GiB"}, plan={"all": True}))
     assert not fits
     assert sum(line.endswith("  no") for line in text.splitlines()) == 13
     assert text.count("offload.device_budget=1.0 GiB") == 1
@@ -1063,7 +1084,7 @@ def test_columns_of_small_and_large_models_stay_apart(width):
     large = {"width": width, "layers": 1 if width == 8 else 32, "heads": 1}
     machine = {"ranks": 2 if width == 8 else 4096, "device_memory": "80GiB", "host_memory": "64TiB", "disk": "9PB"}
     text, _ = planning.plan_text(
-        config(model={**TINY, **large}, plan=machine, batch={"global": 2 if width == 8 else 4096})
+        config(model={**TINY, **large}, plan=machine | {"all": True}, batch={"global": 2 if width == 8 else 4096})
     )
     lines = text.splitlines()
     told = [line for line in lines if "train.py" not in line]

@@ -21,12 +21,15 @@ from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.platform.timeline import Span, Timeline
-from zero.tracker.report import chart, origin, page, run, scale
-from zero.tracker.report.chart import Bar, BarPart, ChartSpan, Panel, Series, TimelineRow
+from zero.tracker.report import bars, chart, origin, page, run, scale, spans as timelines, svg
+from zero.tracker.report.bars import Bar, BarPart
+from zero.tracker.report.chart import Panel, Series
 from zero.tracker.report.folder import read_run
 from zero.tracker.report.plan import KIND_COLOURS, TIME, compared, per_step
+from zero.tracker.report.spans import ChartSpan, TimelineRow
 from zero.trainer import checks, cli, job
-from zero.trainer.config import Config
+from zero.trainer.config import Config, defaults_for
+from zero.trainer.data.lengths import counted_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
 LAW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -155,14 +158,14 @@ def test_lines_stay_inside_their_box(series, log, log_x, binary):
 @LAW
 @given(st.lists(st.tuples(names, st.lists(st.tuples(names, numbers), max_size=5)), max_size=5))
 def test_bars_stay_inside_their_box(rows):
-    drawn(chart.bars([Bar(name, [BarPart(*part, "blue") for part in parts]) for name, parts in rows], title="t"))
+    drawn(bars.bars([Bar(name, [BarPart(*part, "blue") for part in parts]) for name, parts in rows], title="t"))
 
 
 @LAW
 @given(st.lists(st.tuples(st.text(max_size=12), st.lists(st.tuples(numbers, numbers, names), max_size=20)), max_size=5))
 def test_a_timeline_stays_inside_its_box(rows):
     drawn(
-        chart.timeline(
+        timelines.timeline(
             [TimelineRow(name, [ChartSpan(*span) for span in spans], "blue") for name, spans in rows], title="t"
         )
     )
@@ -223,9 +226,57 @@ def test_a_chart_that_was_made_for_a_whole_page_is_not_shrunk_to_a_phones_width(
     assert widths[0] <= 360 < widths[1]
 
 
+def test_a_smoothed_line_is_the_mean_of_its_neighbours_and_keeps_its_gaps():
+    values = [3.0, 1.0, None, 8.0, math.nan, 6.0]
+    smooth = chart.smoothed(list(enumerate(values)), 2)
+    assert smooth == [(0, 2.0), (1, 4.0), (2, None), (3, 5.0), (4, None), (5, 7.0)]
+    assert chart.smoothed(list(enumerate(values)), 0) == [
+        (at, value if value is not None and math.isfinite(value) else None) for at, value in enumerate(values)
+    ]
+
+
+def test_a_pale_line_is_behind_the_others_and_has_no_dots():
+    pale, over = Series("each row", [(1, 5), (2, 3)], style="pale"), Series("mean", [(1, 4), (2, 4)])
+    root = drawn(chart.lines([over, pale], title="loss"))
+    assert [path.attrib["class"] for path in tags(root, "path")] == ["line pale", "line"]
+    assert len(tags(root, "circle")) == 2
+
+
+@LAW
+@given(st.lists(st.integers(0, 10**9), min_size=2, max_size=9), st.booleans())
+def test_the_last_tick_ends_within_the_chart_also_in_the_font_of_a_phone(steps, zoomed):
+    wide = chart.lines([Series("loss", [(step, 1.0) for step in steps])], title="t", width=368 if zoomed else 560)
+    for text in tags(drawn(wide), "text"):
+        share = {"start": 1.0, "middle": 0.5, "end": 0.0}[text.attrib["text-anchor"]]
+        end = float(text.attrib["x"]) + share * svg.text_width(text.text or "", svg.LARGEST)
+        assert end <= (368 if zoomed else 560) + 0.01
+
+
+def test_a_hatched_bar_is_hatched_in_the_legend_too():
+    parts = [BarPart("moments", 100, "purple"), BarPart("activations", 300, "green", hatched=True)]
+    root = drawn(bars.bars([Bar("plan", parts)], title="bytes"))
+    assert [pattern.attrib["id"] for pattern in tags(root, "pattern")] == ["hatch-green"]
+    hatched = [rect for rect in tags(root, "rect") if rect.attrib["style"] == "fill:url(#hatch-green)"]
+    assert len(hatched) == 2
+    plain = drawn(bars.bars([Bar("plan", [part._replace(hatched=False) for part in parts])], title="bytes"))
+    assert not tags(plain, "pattern")
+
+
+@LAW
+@given(st.lists(st.integers(1, 10**7), max_size=50), st.one_of(st.none(), st.integers(1, 10**7)))
+def test_a_histogram_has_every_length_in_one_interval_and_stays_in_its_box(lengths, limit):
+    counts = counted_lengths(lengths)
+    assert sum(count for *_, count in counts) == len(lengths)
+    assert [last for _, last, _ in counts][:-1] == [first for first, *_ in counts][1:]
+    for first, last, count in counts:
+        assert count == sum(first <= length < last for length in lengths)
+    root = drawn(bars.histogram(counts, title="lengths", x_name="tokens", limit=limit))
+    assert len(tags(root, "rect")) == sum(count > 0 for *_, count in counts)
+
+
 def test_a_bar_is_as_long_as_its_number():
     parts = [BarPart("a", 100 * 1024, "blue"), BarPart("b", 300 * 1024, "teal"), BarPart("none", 0, "rose")]
-    root = drawn(chart.bars([Bar("plan", parts), Bar("measured", [BarPart("a", 800 * 1024, "blue")])], title="bytes"))
+    root = drawn(bars.bars([Bar("plan", parts), Bar("measured", [BarPart("a", 800 * 1024, "blue")])], title="bytes"))
     widths = [float(rect.attrib["width"]) + 1 for rect in tags(root, "rect") if rect.find("*") is not None]
     assert widths[2] / widths[0] == pytest.approx(8, rel=0.01)
     assert widths[1] / widths[0] == pytest.approx(3, rel=0.01)
@@ -236,7 +287,7 @@ def test_a_bar_is_as_long_as_its_number():
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(5, 60)), min_size=1, max_size=4))
 def test_spans_that_overlap_in_time_do_not_on_paper(spans):
     row = TimelineRow("page in", [ChartSpan(begin, begin + long, "page") for begin, long in spans], "teal")
-    root = drawn(chart.timeline([row], title="step"))
+    root = drawn(timelines.timeline([row], title="step"))
     boxes = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in tags(root, "rect")]
     assert len(boxes) == len(spans)
     for place, (x, y, width, height) in enumerate(boxes):
@@ -267,14 +318,14 @@ def row(step: int, loss: float = 5.0, **more) -> dict:
 
 def text_of(folder: Path) -> str:
     """The words of a report; fails unless the page is whole and asks for nothing outside."""
-    html = run.write_run(folder, Config().plain()).read_text()
+    html = run.write_run(folder, defaults_for).read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
     assert not tags(root, "script")
     for element in root.iter():
         assert not [name for name in element.attrib if name.startswith("on") or name == "src"], element.attrib
         link = next((value for name, value in element.attrib.items() if name.endswith("href")), "#")
         assert link.startswith("#") or (folder / link).exists(), link
-    assert "url(" not in html
+    assert not re.search(r"url\((?!#)", html)
     return " ".join(" ".join(root.itertext()).split())
 
 
@@ -392,6 +443,37 @@ def test_settings_are_compared_with_the_defaults():
     assert origin.differing_settings(Config().plain(), Config().plain()) == []
 
 
+def test_settings_that_nobody_set_are_not_listed(tmp_path):
+    """A value that the run gave to auto is in a sentence; one that somebody typed is in the table."""
+    config = Config().plain()
+    config["batch"] |= {"micro": 4, "accumulate": 3}
+    folder = write_folder(tmp_path, config=config, overrides=["batch.micro=4"], summary={"exit_reason": "finished"})
+    composed = Config().plain()
+    composed["batch"] |= {"micro": 4, "accumulate": "auto"}
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(composed))
+    text = text_of(folder)
+    assert "key this run default batch.micro 4 auto The run chose batch.accumulate=3." in text
+    (folder / ".hydra" / "config.yaml").unlink()
+    assert "batch.accumulate 3 auto batch.micro 4 auto" in text_of(folder)
+
+
+def test_settings_of_another_option_are_compared_with_its_own_defaults(tmp_path):
+    """The settings of the default run's option, which this run does not have, are not listed as null."""
+    config = Config().plain()
+    config["data"] = defaults_for({"data": {"name": "tokens"}})["data"] | {"name": "tokens", "path": "a.bin"}
+    text = text_of(write_folder(tmp_path, config=config, overrides=[], summary={"exit_reason": "finished"}))
+    assert "key this run default data.name tokens text data.path a.bin null config.yaml" in text
+    assert "null null" not in text
+
+
+def test_the_loss_is_first_and_smoothed_if_there_are_many_rows(tmp_path):
+    rows = [row(step, 5 - step / 100) for step in range(1, run.SMOOTHED + 1)]
+    text = text_of(write_folder(tmp_path, rows=rows, summary={"plan_bytes": {"host": {"master": 5}}}))
+    assert text.index("So far") < text.index("Learning") < text.index("Plan and measurement") < text.index("Speed and")
+    assert "training, mean of 5 rows each row validation" in text
+    assert "each row" not in text_of(write_folder(tmp_path, rows=rows[1:]))
+
+
 def test_plan_and_measurement_stand_side_by_side(tmp_path):
     """Activations are planned, and gone when anything is measured."""
     plan = {"host": {"master": 3 << 20, "activations": 4 << 20, "moments": 1 << 20}, "nvme": {"moments": 8 << 20}}
@@ -406,6 +488,7 @@ def test_plan_and_measurement_stand_side_by_side(tmp_path):
     text = text_of(write_folder(tmp_path, summary=by_kind))
     assert "host master 3 MiB 3 MiB 1.000 moments 1 MiB 2 MiB 2.000 activations 4 MiB – –" in text
     assert "between steps 4 MiB 5 MiB 1.250" in text
+    assert "Activations are hatched" in text
 
 
 def test_the_peak_of_a_device_is_beside_all_that_a_step_was_planned_with(tmp_path):
@@ -576,13 +659,14 @@ def charts_of_many_words() -> str:
     """Charts whose labels and legends are as long as they get."""
     kinds = [*KIND_COLOURS]
     series = [Series(name, [(1, 700 << 20), (2_000_000, 1 << 20)]) for name in ("waiting for the store", "whole step")]
-    bars = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KIND_COLOURS[kind]) for kind in kinds])]
-    bars.append(Bar("measured", [BarPart(kinds[0], 1000 << 30, "blue")]))
+    rows = [Bar("device, plan", [BarPart(kind, 1000 << 20, *KIND_COLOURS[kind]) for kind in kinds])]
+    rows.append(Bar("measured", [BarPart(kinds[0], 1000 << 30, "blue")]))
     panels = [Panel(f"panel {number}", [(1, 1e-7), (2, 1.234e-6)], note="12.3456") for number in range(7)]
     drawn = [
         chart.lines(series, title="lines", binary=True),
         chart.lines([Series("line", [(1, 1.2e-7), (2, 1.3e-7)])], title="lines"),
-        chart.bars(bars, title="bars", order=kinds),
+        bars.bars(rows, title="bars", order=kinds),
+        bars.histogram(counted_lengths([1, 90, 4000, 4000, 31000]), title="lengths", x_name="tokens", limit=4097),
         chart.multiples(panels, title="multiples"),
     ]
     parts = [page.section("Charts", *(page.figure(svg, "a chart", "a note on it") for svg in drawn))]
@@ -597,7 +681,7 @@ def test_nothing_is_cut_in_a_narrow_or_a_wide_window(finished, tmp_path, scheme,
     wide = "averylongwordwithoutaspace" * 9
     summary = said.summary | {"sample": wide, "checkpoint": f"/{wide}/step-4"}
     long = said._replace(summary=summary, overrides=[f"data.folder={wide}"])
-    pages = {"report": run.report(long, Config().plain()), "charts": charts_of_many_words()}
+    pages = {"report": run.report(long, defaults_for), "charts": charts_of_many_words()}
     for name, text in pages.items():
         (tmp_path / f"{name}.html").write_text(text)
     renderings = shown([tmp_path / f"{name}.html" for name in pages], scheme, tmp_path)

@@ -324,7 +324,7 @@ def test_a_plan_says_what_limits_its_step_and_what_would_move_that():
     machine = {"gpu": "H100", "host_memory": "3GiB", "disk": "4TB", "device_memory": "5GiB", "disks": 4}
     text, fits = plan_text(config(model=large, plan=machine, precision={"compute": "bf16"}, batch={"global": 8}))
     assert fits
-    sentence = text.split("\n\n")[0].replace("\n ", "")
+    sentence = text.split("\n\n")[-1].replace("\n ", "")
     assert "offload=nvme" in sentence
     assert "limits of the step: disk writes" in sentence
     assert "Compute hides all transfers from" in sentence
@@ -342,7 +342,7 @@ def test_a_plan_says_what_moves_when_memory_runs_short():
     settings = config(model=large, plan=machine, precision={"compute": "bf16"}, offload=kinds)
     answer, fits = plan_text(settings)
     assert fits
-    sentences = answer.split("\n\n")[0].replace("\n ", "")
+    sentences = answer.split("\n\n")[-1].replace("\n ", "")
     retried = re.search(r"if a step runs out of memory, it is made again with (.*)", sentences)[1].split(", or then ")
     print(*retried, sep="\n")
     assert retried[0].startswith("zero.activations=remat (then ")

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -23,7 +24,7 @@ from tests.conftest import LONG_S
 from zero.errors import MachineError
 from zero.platform.files import Files
 from zero.tracker.report import sweep
-from zero.tracker.report.jobs import differing, jobs_in
+from zero.tracker.report.jobs import comparison, differing, jobs_in
 from zero.trainer import cli, job as processes
 from zero.trainer.config import keys
 
@@ -186,11 +187,43 @@ def test_losses_share_their_axes_and_numbers_have_a_chart(tmp_path):
     html = (tmp_path / "sweep.html").read_text()
     root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>\n"))
     charts = [element.attrib["aria-label"] for element in root.iter() if element.tag.endswith("svg")]
-    assert charts[0] == "training loss: 4 charts"
-    assert charts[1].startswith("validation loss against optim.lr: optim.lr from 4 at optim.lr 0.0001 to 3.7 at 0.1")
+    assert charts[:2] == ["training loss: 4 charts"] * 2, "for a wide and for a narrow window"
+    assert charts[2].startswith("validation loss against optim.lr: optim.lr from 4 at optim.lr 0.0001 to 3.7 at 0.1")
     firsts = [element.attrib["d"].split("L")[0] for element in root.iter() if element.attrib.get("class") == "line"]
-    assert len(firsts) == 4
-    assert len(set(firsts)) == 1, "the same loss has another place"
+    assert len(firsts) == 8
+    assert len(set(firsts[:4])) == len(set(firsts[4:])) == 1, "the same loss has another place"
+
+
+def test_jobs_with_equal_losses_are_compared_by_speed_and_memory(tmp_path):
+    """Every stage has the same bits: the page says so, and shows what differs."""
+    for stage in range(3):
+        job(tmp_path, stage, f"zero.stage={stage}", speeds=(1, 10 + stage), **finished(host_peak_bytes=stage + 1 << 20))
+    result = sweep.write_sweep(tmp_path)
+    text = page(tmp_path)
+    said = "All 3 jobs have the same losses to the bit, so they differ in speed and memory alone."
+    assert f"{said} Each: steps done 9, train loss 4.1000, val loss 4.0000." in text
+    assert "job zero.stage tokens/s speed host peak" in text
+    assert "Tokens/s of each job" in text
+    assert "Host peak of each job" in text
+    assert "Loss of all jobs" in text
+    assert "Validation loss against" not in text
+    assert "fastest" in text
+    lines = sweep.plain(result, 60).splitlines()
+    assert " ".join(lines[-2:]) == said
+    assert max(map(len, lines)) <= 60
+
+
+def test_jobs_that_differ_in_a_bit_of_a_loss_are_not_equal(tmp_path):
+    job(tmp_path, 0, "a=0", losses=(5.0, 4.0), **finished())
+    job(tmp_path, 1, "a=1", losses=(5.0, math.nextafter(4.0, 5)), **finished())
+    assert comparison(sweep.write_sweep(tmp_path).jobs) == ""
+    assert "Speed and memory" not in page(tmp_path)
+    job(tmp_path, 2, "a=2", losses=(5.0, 4.0), **finished())
+    job(tmp_path, 3, "a=3", losses=(5.0, 4.0), **finished(val_loss=3.9))
+    job(tmp_path, 4, "a=4", losses=(5.0, 4.0), exit_reason="stopped by a signal")
+    assert comparison(sweep.write_sweep(tmp_path).jobs).endswith("alone: 0 = 2.")
+    assert "0, 2" in page(tmp_path)
+    assert "Tokens/s of each job" in page(tmp_path)
 
 
 @needs_chromium

@@ -12,7 +12,8 @@ from zero.core.optimizers import OPTIMIZERS, with_ema, with_moments
 from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
-from zero.engine.plan import Plan
+from zero.engine.model import Splitting
+from zero.engine.plan import Plan, split_for
 from zero.errors import ConfigError
 from zero.settings import Settings
 from zero.settings.schedule import DecayFields, LrRangeSection, OneCycleSection, WarmupFields, WarmupLinearSection
@@ -54,6 +55,15 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
     if "optimizer" not in arguments:
         arguments["optimizer"] = build_optimizer(config)
     return Plan(model, world=world, **arguments)
+
+
+def build_splitting(config: Settings, model: nn.Module, world: World) -> Splitting:
+    """Return the units and sites of the plan of a run."""
+    units = None if config.zero.units == "auto" else list(config.zero.units)
+    precision, bucket, shard = build_precision(config), config.zero.bucket, config.zero.shard
+    return split_for(
+        model, build_optimizer(config), world, precision=precision, units=units, bucket=bucket, shard=shard
+    )
 
 
 def build_optimizer(config: Settings) -> Transform:

@@ -75,6 +75,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Tell the views another number of steps of the whole run, before the first row."""
         self._tell(lambda view: view.expect(steps))
 
+    def waiting(self, what: str) -> None:
+        """Tell the views what the run waits for, a noun, until the first row."""
+        self._tell(lambda view: view.waiting(what))
+
     def log(self, row: Row) -> None:
         """Pass a row of metrics, with the keys of `ROW`, to the views."""
         self._tell(lambda view: view.log(row))

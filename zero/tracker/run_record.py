@@ -10,6 +10,7 @@ from zero.errors import MachineError
 from zero.tracker import RUNNING, Tracker, write_failure, write_summary
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.report import run as report
+from zero.tracker.report.origin import Defaults
 
 RECORDED = 3
 """The first step that may be recorded, counted from 1 at each start of a run. In earlier steps the engine learns in
@@ -73,12 +74,12 @@ class RunRecord:
             with suppress(MachineError):
                 write_failure(self._folder, self.counted(summary) | self.further)
 
-    def write_report(self, describe: Callable[[BaseException], str], defaults: Mapping[str, Any] | None = None) -> None:
+    def write_report(self, describe: Callable[[BaseException], str], defaults: Defaults | None = None) -> None:
         """Write report.html; a failure becomes a note, because the run itself has ended well.
 
         Args:
             describe: returns an error as one line.
-            defaults: settings that the report leaves out.
+            defaults: as for `write_run` of the report.
         """
         if self._folder is None:
             return

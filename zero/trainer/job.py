@@ -18,7 +18,7 @@ from zero.core import suggest
 from zero.errors import CheckpointError, MachineError, Preempted
 from zero.platform.run_files import publish, writing
 from zero.trainer import launch
-from zero.trainer.config import Config, read
+from zero.trainer.config import Config, defaults_for, read
 from zero.trainer.launch.request import no_further_sigint
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def leave_failure(folder: Path, error: BaseException, *, final: bool) -> None:
     with contextlib.suppress(MachineError):
         write_failure(folder, {"exit_reason": launch.describe(error)}, final=final)
     with contextlib.suppress(Exception):  # an error of the report must not hide `error`
-        write_report(folder, Config().plain())
+        write_report(folder, defaults_for)
 
 
 @contextlib.contextmanager

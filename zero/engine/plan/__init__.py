@@ -6,7 +6,7 @@ from zero.engine.plan.held import KINDS, between_steps
 from zero.engine.plan.parts import Part, parts_of
 from zero.engine.plan.placing import THREADS, thread_count
 from zero.engine.plan.plan import Plan
-from zero.engine.plan.settings import Arrangement, activations_of, check_settings, policies_of
+from zero.engine.plan.settings import Arrangement, activations_of, check_settings, policies_of, split_for
 from zero.engine.plan.traffic import Load, traffic
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "refuse_equal_parts",
     "settings_of",
     "settings_of_groups",
+    "split_for",
     "thread_count",
     "traffic",
 ]

@@ -52,7 +52,7 @@ class PageTable:
         self.facts, self.page_numel = facts, page_numel
         self.sizes, self.passes = Sizes(facts), Passes(facts)
 
-    @property
+    @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
         """The kinds of pages of an offloaded gradient and their dtypes.
 
@@ -127,7 +127,7 @@ class PageTable:
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the arena: all pages of one number that an update needs, each rounded up to blocks."""
         dtypes = self.passes.kept.dtypes | {

@@ -21,14 +21,9 @@ from zero.core.placement import Room, Tier
 from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.distributed.world import World
-from zero.engine.model import (
-    Backend,
-    UnitSpec,
-    packed_names,
-    split,
-)
+from zero.engine.model import Backend, Splitting, UnitSpec
 from zero.engine.plan.beside import Beside, check_matrices, placements, replicated_names, worlds_beside
-from zero.engine.plan.facts import Facts, Scope, facts_of, sharers
+from zero.engine.plan.facts import Facts, Scope, facts_of
 from zero.engine.plan.held import between_steps, held_bytes, kind_of, table_text, tier_of
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
@@ -44,10 +39,10 @@ from zero.engine.plan.settings import (
     Update,
     activations_of,
     check_settings,
-    class_names,
     kept_units,
     policies_of,
     refuse_strangers,
+    split_for,
 )
 from zero.engine.plan.sizes import Sizes
 from zero.errors import ConfigError, PlanError
@@ -107,6 +102,7 @@ class Plan:
         room: bytes that this rank may use on each tier; None: the bytes that are free now.
         activation_bytes: bytes to count for activations on the device; they are not allocated.
         host_activation_bytes: bytes to count for activations that units offload to host memory.
+        splitting: the result of `split_for` with these settings, if the model has been split already.
 
     Attributes:
         origin: what this plan shares with the plans that `moved` makes of it, and with no other plan.
@@ -150,6 +146,7 @@ class Plan:
         room: Room | None = None,
         activation_bytes: int = 0,
         host_activation_bytes: int = 0,
+        splitting: Splitting | None = None,
     ) -> None:
         refuse_strangers(model, optimizer, world)
         checks.instance("room", room, Room | None, "Pass a Room, or None for the bytes that are free.", PlanError)
@@ -174,14 +171,8 @@ class Plan:
         placed = placements(model, world, groups)
         if compile and placed:
             raise PlanError("zero.compile does not compile modules with DTensors. Set zero.compile=false.")
-        splitting = split(
-            model,
-            world_size=sharers(world, shard),
-            class_names=class_names(units),
-            optimizer=optimizer,
-            bucket_numel=bucket // precision.compute.itemsize,
-            packed=packed_names(model, precision),
-            form=precision.frozen,
+        splitting = splitting or split_for(
+            model, optimizer, world, precision=precision, units=units, bucket=bucket, shard=shard
         )
         optimizer.check_groups(splitting.shapes())
         check_matrices(splitting, optimizer, placed)
@@ -248,15 +239,18 @@ class Plan:
             activation_bytes=self.activation_bytes,
             host_activation_bytes=self.host_activation_bytes,
         )
+        table = PageTable(facts, page_bytes // 4)
         try:
-            self.placement, self.slots = place(PageTable(facts, page_bytes // 4))
+            self.placement, self.slots = place(table)
         except ConfigError:
             if not shared:
                 raise
-            facts = replace(facts, secondary=None)
-            self.placement, self.slots = place(PageTable(facts, page_bytes // 4))
-        facts = replace(facts, param_tier=self.placement.param, grad_tier=self.placement.grad)
-        self.pages = PageTable(facts, page_bytes // 4)
+            table = PageTable(replace(facts, secondary=None), page_bytes // 4)
+            self.placement, self.slots = place(table)
+        param, grad = self.placement.param, self.placement.grad
+        if (param, grad) != (facts.param_tier, facts.grad_tier):
+            table = PageTable(replace(table.facts, param_tier=param, grad_tier=grad), page_bytes // 4)
+        self.pages = table
         self.slots = self.slots._replace(nbytes=self.pages.slot_bytes)  # faster tiers have fewer pages
 
     @property

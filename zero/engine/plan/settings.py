@@ -11,12 +11,13 @@ from zero.core.activations import ACTIVATIONS, KEEP
 from zero.core.offload import Offload
 from zero.core.optim import Transform
 from zero.core.placement import Room
+from zero.core.precision import Precision
 from zero.core.stage import Stage
 from zero.core.suggest import some
 from zero.distributed.routes import GATHERS, SUMS
 from zero.distributed.world import World
-from zero.engine.model import APART, Backend, Site, Splitting, check_backend, refuse_taken
-from zero.engine.plan.facts import Facts, Scope
+from zero.engine.model import APART, Backend, Site, Splitting, check_backend, packed_names, refuse_taken, split
+from zero.engine.plan.facts import Facts, Scope, sharers
 from zero.errors import PlanError
 
 Update = Literal["lazy", "serial"]
@@ -125,6 +126,28 @@ def activations_of(splitting: Splitting, by_pattern: Mapping[str, str]) -> dict[
         return KEEP.name if site.contains_sites and ACTIVATIONS[name].recomputes else name
 
     return {site.name: policy(site) for site in splitting.sites}
+
+
+def split_for(
+    model: nn.Module,
+    optimizer: Transform,
+    world: World,
+    *,
+    precision: Precision,
+    units: Sequence[str | type[nn.Module]] | None,
+    bucket: int,
+    shard: Scope,
+) -> Splitting:
+    """Return the units and sites of a plan with these settings; arguments as in `Plan`."""
+    return split(
+        model,
+        world_size=sharers(world, shard),
+        class_names=class_names(units),
+        optimizer=optimizer,
+        bucket_numel=bucket // precision.compute.itemsize,
+        packed=packed_names(model, precision),
+        form=precision.frozen,
+    )
 
 
 def kept_units(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:

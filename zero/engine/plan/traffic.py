@@ -4,6 +4,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from zero.core.layout import VECTOR
 from zero.core.placement import Tier
@@ -74,8 +75,17 @@ class PlannedTraffic(NamedTuple):
         return self.update + each.times(microbatches) + self.first + self.last
 
 
+_KNOWN: WeakKeyDictionary[Plan, PlannedTraffic] = WeakKeyDictionary()
+
+
 def traffic(plan: Plan) -> PlannedTraffic:
     """Return the bytes that a step of `plan` moves on one rank."""
+    if plan not in _KNOWN:
+        _KNOWN[plan] = _traffic(plan)
+    return _KNOWN[plan]
+
+
+def _traffic(plan: Plan) -> PlannedTraffic:
     by_kind: dict[str, Load] = defaultdict(Load)
     passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
     offloaded_numel, updated_grads = 0, Load()

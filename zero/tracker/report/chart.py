@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines, stacked bars, timelines, small multiples. Pure functions.
+"""Charts of lines as SVG text: one chart, and small multiples. Pure functions, as those of `bars` and `spans`.
 
 Colours are names of CSS variables, so that the page can define them for its light and dark themes. There is no script:
 the exact value of a mark is in its `<title>`, which browsers show on hovering and screen readers read. Missing values
@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 import zero.tracker.report.svg as svg
-from zero.tracker.report.scale import Scale, duration_unit, finite_values, linear, logarithmic, number_text, size
+from zero.tracker.report.scale import Scale, finite_values, linear, logarithmic, number_text, size
 
 COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 """Colours that a page must define as CSS variables, such as `--blue`. It must also define `--ink`, `--soft`, `--line`,
@@ -21,8 +21,6 @@ COLOURS = ("blue", "amber", "green", "purple", "teal", "rose", "slate")
 FEW, SOME = 24, 240
 """A line of up to FEW points shows a dot at each point; a line of up to SOME points shows their values on hovering."""
 
-MOST_LANES = 6
-
 MANY = 700
 """The number of points above which a line is thinned to the lowest and the highest point of about each pixel."""
 
@@ -30,46 +28,15 @@ Point = tuple[object, object]
 
 
 class Series(NamedTuple):
-    """A line through (x, y) points in the given order; values that are not finite numbers are gaps."""
+    """A line through (x, y) points in the given order; values that are not finite numbers are gaps.
+
+    A pale line is behind the others, without dots.
+    """
 
     name: str
     points: Sequence[Point]
     colour: str = "blue"
-    style: Literal["line", "dots"] = "line"
-
-
-class BarPart(NamedTuple):
-    """A segment of a stacked bar; `shade` is its opacity. Segments with the same name share an entry in the legend."""
-
-    name: str
-    value: float
-    colour: str
-    shade: float = 1.0
-
-
-class Bar(NamedTuple):
-    """A stacked bar."""
-
-    name: str
-    parts: Sequence[BarPart]
-
-
-class ChartSpan(NamedTuple):
-    """An interval of time; `label` is written on it if there is room."""
-
-    begin_s: float
-    end_s: float
-    name: str
-    label: str = ""
-    shade: float = 1.0
-
-
-class TimelineRow(NamedTuple):
-    """A row of a timeline: spans of one name and colour. Overlapping spans are drawn below each other."""
-
-    name: str
-    spans: Sequence[ChartSpan]
-    colour: str
+    style: Literal["line", "dots", "pale"] = "line"
 
 
 class Panel(NamedTuple):
@@ -81,7 +48,7 @@ class Panel(NamedTuple):
     note: str = ""
 
 
-# The four charts
+# The charts
 
 
 def lines(
@@ -105,8 +72,9 @@ def lines(
         binary: y is in bytes.
         width, height: size of the box in pixels; a long legend increases the height.
     """
-    legend, top = svg.legend([(line.name, line.colour, 1.0) for line in series] if len(series) > 1 else [], width)
-    right = width - 18
+    named = [(line.name, svg.shape_style(line.colour, 0.3 if line.style == "pale" else 1.0)) for line in series]
+    legend, top = svg.legend(named if len(series) > 1 else [], width)
+    right = width - svg.MARGIN
     height = max(height, top + 120)
     top, bottom = top + 10, height - 44
     y_values = [y for line in series for _, y in line.points]
@@ -121,84 +89,22 @@ def lines(
     )  # fmt: skip
     labels = [_label(line, x, y, size if binary else number_text, x_name) for line in series]
     grid = svg.grid(x, y, left, right, bottom, x_name)
-    body = [grid, *(_line(line, x, y, binary, x_name) for line in series), legend]
+    from_behind = sorted(series, key=lambda line: line.style != "pale")
+    body = [grid, *(_line(line, x, y, binary, x_name) for line in from_behind), legend]
     if not any(x.shows(at) and y.shows(value) for line in series for at, value in line.points):
         body.append(svg.text_element((left + right) / 2, (top + bottom) / 2, "nothing was measured", "middle"))
     return svg.document(width, height, f"{title}: {'; '.join(labels)}", body)
 
 
-def bars(rows: Sequence[Bar], *, title: str, order: Sequence[str] = ()) -> str:
-    """Return a chart of horizontal stacked bars in bytes, each with its total; negative parts are left out.
-
-    Args:
-        order: names of parts in the order of the legend; other parts follow.
-    """
-    kept = [
-        Bar(
-            bar.name,
-            [part._replace(value=value) for part in bar.parts if (value := finite_values(part.value) or 0.0) > 0],
-        )
-        for bar in rows
-    ]
-    shown = {part.name: (part.name, part.colour, part.shade) for bar in kept for part in bar.parts}
-    in_order = dict.fromkeys(name for name in [*order, *shown] if name in shown)
-    legend, top = svg.legend([shown[name] for name in in_order], svg.WIDTH)
-    top += 8
-    left = 14 + max((min(150.0, svg.text_width(bar.name, svg.LARGEST)) for bar in kept), default=0.0)
-    totals = [min(1e300, sum(part.value for part in bar.parts)) for bar in kept]
-    right = svg.WIDTH - 16 - max((svg.text_width(size(total), svg.LARGEST) for total in totals), default=0.0)
-    x = linear([0, *totals], left, right, binary=True, count=4, snug=True)
-    bottom = top + 32 * max(1, len(kept))
-    body = [svg.ticks_below(x, top, bottom), legend]
-    for index, (bar, total) in enumerate(zip(kept, totals, strict=True)):
-        y = top + 32 * index + 5
-        body.append(svg.text_element(left - 8, y + 15, svg.fit_text(bar.name, 150, svg.LARGEST), "end", "tick name"))
-        end = 0.0
-        for part in bar.parts:
-            begin, end = end, end + part.value
-            width = max(0.75, x.at(end) - x.at(begin) - 1)
-            body.append(
-                f'<rect x="{x.at(begin):.2f}" y="{y:.2f}" width="{width:.2f}" height="22" rx="2.5" '
-                f'style="fill:var(--{part.colour});fill-opacity:{part.shade:g}">'
-                f"<title>{svg.escape(f'{bar.name}, {part.name}: {size(part.value)}')}</title></rect>"
-            )
-        body.append(svg.text_element(x.at(total) + 7, y + 15, size(total), "start"))
-    label = "; ".join(f"{bar.name} {size(total)}" for bar, total in zip(kept, totals, strict=True))
-    return svg.document(svg.WIDTH, bottom + 24, f"{title}: {label}", body)
-
-
-def timeline(rows: Sequence[TimelineRow], *, title: str) -> str:
-    """Return a timeline: rows of spans, with time from left to right. Overlapping spans have separate lanes."""
-    kept = [row._replace(spans=sorted(_known_spans(row.spans))) for row in rows]
-    first = min((span.begin_s for row in kept for span in row.spans), default=0.0)
-    last = max((span.end_s for row in kept for span in row.spans), default=0.0)
-    unit, unit_name = duration_unit(last - first, least=2)
-    left = 14 + max((svg.text_width(row.name, 12.5) for row in kept), default=0.0)
-    x = linear([0, (last - first) / unit], left, 2 * svg.WIDTH - 18, snug=True, from_zero=True, count=10)
-    body, y = [], 10.0
-    for row in kept:
-        drawn = [(x.at((span.begin_s - first) / unit), x.at((span.end_s - first) / unit), span) for span in row.spans]
-        lanes = _lanes(drawn)
-        height = max(24.0, 13.0 * len(lanes))
-        body.append(svg.text_element(left - 8, y + height / 2 + 4, row.name, "end", "name"))
-        for index, lane in enumerate(lanes):
-            tall = height / len(lanes)
-            body += [_span(*placed, y + index * tall, tall - 1, row.colour, unit, unit_name) for placed in lane]
-        y += height + 8
-        body.append(svg.rule("grid", left, y - 4, 2 * svg.WIDTH - 18, y - 4))
-    label = "; ".join(f"{row.name} {len(row.spans)} spans" for row in kept)
-    axis = [svg.ticks_below(x, 4, y), svg.text_element(2 * svg.WIDTH - 18, y + 32, unit_name, "end")]
-    return svg.document(2 * svg.WIDTH, y + 38, f"{title}: {label}", [*axis, *body])
-
-
-def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
+def multiples(panels: Sequence[Panel], *, title: str, log: bool = False, width: float = 2 * svg.WIDTH) -> str:
     """Return a grid of small charts with the same axes, one per panel. The lines of the other panels are in grey."""
-    columns = min((4, 5, 3), key=lambda count: -len(panels) % count)  # the fewest empty cells in the last row
+    choices = (4, 5, 3) if width > svg.WIDTH else (2,)
+    columns = min(choices, key=lambda count: -len(panels) % count)  # the fewest empty cells in the last row
     tall, below, top, bottom = 132.0, 46.0, 26.0, 128.0
     y_values = [y for panel in panels for _, y in panel.points]
     y = logarithmic(y_values, bottom, top) if log else linear(y_values, bottom, top, count=3)
     left = 10 + max(svg.text_width(name, svg.LARGEST) for _, name in y.ticks)
-    wide = (2 * svg.WIDTH - left) / columns
+    wide = (width - left) / columns
     right = wide - 16
     x_values = [x for panel in panels for x, _ in panel.points]
     x = linear(x_values, 0.0, right, snug=True, whole=_is_whole(x_values), count=3)
@@ -220,7 +126,17 @@ def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
             "</g>",
         ]
     rows = -(-len(panels) // columns)
-    return svg.document(2 * svg.WIDTH, max(1, rows) * (tall + below) - 18, f"{title}: {len(panels)} charts", body)
+    return svg.document(width, max(1, rows) * (tall + below) - 18, f"{title}: {len(panels)} charts", body)
+
+
+def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
+    """Return the means of the known values up to `reach` points before and after each point; gaps stay gaps."""
+    values = [finite_values(value) for _, value in points]
+    means: list[Point] = []
+    for place, (at, _) in enumerate(points):
+        near = [value for value in values[max(0, place - reach) : place + reach + 1] if value is not None]
+        means.append((at, sum(value / len(near) for value in near) if values[place] is not None else None))
+    return means
 
 
 # Lines and points
@@ -229,6 +145,8 @@ def multiples(panels: Sequence[Panel], *, title: str, log: bool = False) -> str:
 def _line(line: Series, x: Scale, y: Scale, binary: bool, x_name: str) -> str:
     if line.style == "dots":
         return _dots(line, x, y, 3.4, x_name, few=len(line.points), binary=binary)
+    if line.style == "pale":
+        return _path(line.points, x, y, "line pale", f"stroke:var(--{line.colour})", MANY)
     dots = _dots(line, x, y, 2.4, x_name, few=FEW, binary=binary)
     return _path(line.points, x, y, "line", f"stroke:var(--{line.colour})", MANY) + dots
 
@@ -295,44 +213,3 @@ def _label(line: Series, x: Scale, y: Scale, write: Callable[[object], str], x_n
     (first_x, first_y), (last_x, last_y) = shown[0], shown[-1]
     begin = f"{write(first_y)} at {x_name} {number_text(first_x)}"
     return f"{line.name} from {begin} to {write(last_y)} at {number_text(last_x)}"
-
-
-# Spans
-
-
-def _known_spans(spans: Iterable[ChartSpan]) -> Iterator[ChartSpan]:
-    """Yield the spans whose times are finite and whose end is not before their begin."""
-    for span in spans:
-        begin_s, end_s = finite_values(span.begin_s), finite_values(span.end_s)
-        if begin_s is not None and end_s is not None and end_s >= begin_s:
-            yield span._replace(begin_s=begin_s, end_s=end_s)
-
-
-def _lanes(drawn: Iterable[tuple[float, float, ChartSpan]]) -> list[list[tuple[float, float, ChartSpan]]]:
-    """Distribute spans over at most `MOST_LANES` lanes so that they do not overlap.
-
-    If no lane is free, use the lane that becomes free first. Of neighbours in a lane that are too short to be seen,
-    only the first is kept.
-    """
-    lanes: list[list[tuple[float, float, ChartSpan]]] = [[]]
-    for begin, end, span in drawn:
-        free = next((lane for lane in lanes if not lane or lane[-1][1] <= begin + 0.01), None)
-        if free is None and len(lanes) < MOST_LANES:
-            lanes.append(free := [])
-        lane = min(lanes, key=lambda lane: lane[-1][1]) if free is None else free
-        if not lane or end - begin >= 0.3 or begin - lane[-1][0] >= 0.5:
-            lane.append((begin, end, span))
-    return lanes
-
-
-def _span(
-    begin: float, end: float, span: ChartSpan, y: float, height: float, colour: str, unit: float, unit_name: str
-) -> str:
-    width = max(0.75, end - begin - 0.5)
-    text = f"{span.name}: {number_text((span.end_s - span.begin_s) / unit, 3)} {unit_name}"
-    fits = height >= 12 and svg.text_width(span.label, 10.5) + 6 <= width
-    label = svg.text_element(begin + width / 2, y + height / 2 + 3.5, span.label, "middle", "on") if fits else ""
-    return (
-        f'<rect x="{begin:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="{min(2.5, width / 3):.2f}" '
-        f'style="fill:var(--{colour});fill-opacity:{span.shade:g}"><title>{svg.escape(text)}</title></rect>{label}'
-    )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -25,7 +26,8 @@ class RecordedRun(NamedTuple):
     """The contents of a run's folder.
 
     `rows` are the rows of metrics.jsonl with increasing steps, `trace` the spans of trace.json, `overrides` the Hydra
-    overrides or None if their file is missing, `unread` messages about files that could not be read.
+    overrides or None if their file is missing, `unread` messages about files that could not be read, `composed` the
+    settings before auto was replaced by a value.
     """
 
     folder: Path
@@ -35,6 +37,7 @@ class RecordedRun(NamedTuple):
     overrides: list[str] | None
     trace: list[Span]
     unread: list[str]
+    composed: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def loop(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ def read_run(folder: Path) -> RecordedRun:
         overrides=[str(word) for word in overrides] if isinstance(overrides, list) else None,
         trace=_read(folder / "trace.json", lambda text: from_trace(json.loads(text)), unread, needed=False) or [],
         unread=unread,
+        composed=mapping(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, unread, needed=False)),
     )
 
 

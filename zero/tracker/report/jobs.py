@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from zero.tracker.report.folder import RecordedRun, Status
 from zero.tracker.report.page import PILLS
+from zero.tracker.report.scale import finite_values
 
 
 class Job(NamedTuple):
@@ -29,9 +30,11 @@ class Job(NamedTuple):
     device_peak_bytes: float | None
     host_peak_bytes: float | None
     cause: str
+    losses: tuple[tuple[float | None, ...], ...]
+    """(step, training loss, validation loss) of each row, to compare jobs to the bit."""
 
 
-FIGURES = Job._fields[3:-1]
+FIGURES = Job._fields[3:-2]
 
 MARKS_OF_A_RUN = {".hydra", "config.yaml", "summary.json"}
 """Files and folders by which the folder of a run is recognised, because `hydra.sweep.subdir` may give it any name."""
@@ -79,6 +82,9 @@ def _job(folder: Path, run: RecordedRun) -> Job:
         device_peak_bytes=device or None,
         host_peak_bytes=host or None,
         cause=_cause(folder, run),
+        losses=tuple(
+            tuple(finite_values(row.get(key)) for key in ("step", "train/loss", "val/loss")) for row in run.rows
+        ),
     )
 
 
@@ -99,6 +105,29 @@ def differing(jobs: Sequence[Job]) -> list[str]:
     """Return the keys of overrides that differ between jobs, in the order of typing; all keys of a single job."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len(jobs) == 1 or len({job.overrides.get(key) for job in jobs}) > 1]
+
+
+def equal_losses(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Return the finished jobs that have a loss, in groups whose losses are equal to the bit.
+
+    Compared are the losses at the end and in all rows. Groups are in the order of their first jobs.
+    """
+    groups: dict[object, list[Job]] = {}
+    for job in jobs:
+        if job.status == "finished" and job.losses and job.train_loss is not None:
+            groups.setdefault((job.losses, job.train_loss, job.val_loss), []).append(job)
+    return [*groups.values()]
+
+
+def comparison(jobs: Sequence[Job]) -> str:
+    """Return a sentence about jobs whose losses are equal to the bit; empty if there are none."""
+    groups = [group for group in equal_losses(jobs) if len(group) > 1]
+    if not groups:
+        return ""
+    if len(groups[0]) == len(jobs):
+        return f"All {len(jobs)} jobs have the same losses to the bit, so they differ in speed and memory alone."
+    names = ", ".join(" = ".join(job.name for job in group) for group in groups)
+    return f"Jobs with the same losses to the bit, which differ in speed and memory alone: {names}."
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:

@@ -1,14 +1,17 @@
 """The sections of a run's page about its start: commands that repeat and resume it, versions, data and settings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero.core import suggest
 from zero.core.schema import flat_fields
 from zero.platform.installed import as_called
 from zero.tracker.report.folder import OWN_LOOP, RecordedRun, mapping
-from zero.tracker.report.page import Html, code, section, table, verbatim
+from zero.tracker.report.page import Html, code, note, section, table, verbatim
 from zero.tracker.report.scale import finite_values
+
+Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""A function from the plain settings of a run to the nested, plain default settings of the same options."""
 
 
 def origin_section(run: RecordedRun) -> Html:
@@ -56,17 +59,19 @@ def settings_section(run: RecordedRun, defaults: Mapping[str, Any]) -> Html:
             "Settings",
             table(["key", "this run"], [(code(a), code(_value(b))) for a, b in flat_fields(run.config).items()]),
         )
+    own = flat_fields(run.config)
+    differing = [row for row in differing_settings(run.config, known) if row[0] in own]
+    composed = flat_fields(run.composed)
+    chosen = [(key, value) for key, value, _ in differing if composed.get(key) == "auto"]
     rows = [
         (code(key), code(_value(value)), code(_value(default)))
-        for key, value, default in differing_settings(run.config, known)
+        for key, value, default in differing
+        if (key, value) not in chosen
     ]
+    about = f"The run chose {' '.join(f'{key}={_value(value)}' for key, value in chosen)}." if chosen else ""
     if not rows:
-        return section("Settings", verbatim("all settings are the defaults"))
-    return section(
-        "Settings that differ from the defaults",
-        table(["key", "this run", "default"], rows),
-        note="Where the default is auto, the value is what the run resolved it to.",
-    )
+        return section("Settings", verbatim("all settings are the defaults"), note=about)
+    return section("Settings that differ from the defaults", table(["key", "this run", "default"], rows), note(about))
 
 
 def _value(value: object) -> str:

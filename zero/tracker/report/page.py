@@ -90,6 +90,21 @@ def figure(svg: str, caption: str, note: str = "") -> Html:
     return Html(f'<figure><figcaption>{escape(caption)}{more}</figcaption><div class="wide">{svg}</div></figure>')
 
 
+def by_window(wide: str, narrow: str) -> str:
+    """Return two drawings of a chart: the page shows `narrow` on a phone and `wide` elsewhere."""
+    return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
+
+
+def together(*blocks: Html) -> Html:
+    """Return blocks below each other as one block."""
+    return Html(f"<div class='stack'>{''.join(blocks)}</div>") if any(blocks) else Html()
+
+
+def note(text: str) -> Html:
+    """Return a paragraph of explanation."""
+    return Html(f"<p class='about'>{escape(text)}</p>") if text else Html()
+
+
 def side_by_side(*blocks: Html, layout: Literal["even", "lead", "three"] = "even") -> Html:
     """Return blocks in columns, if the page is wide enough.
 

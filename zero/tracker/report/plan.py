@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import zero.tracker.report.chart as chart
 from zero.core.placement import TIERS
-from zero.tracker.report.chart import Bar, BarPart
+from zero.tracker.report.bars import Bar, BarPart, bars
 from zero.tracker.report.folder import RecordedRun, mapping, typical
-from zero.tracker.report.page import Html, figure, section, side_by_side, table
+from zero.tracker.report.page import Html, figure, note, section, side_by_side, table, together
 from zero.tracker.report.scale import UNKNOWN, finite_values, seconds, size
 
 KIND_COLOURS = {
@@ -24,6 +23,12 @@ KIND_COLOURS = {
 }
 """Colour and opacity of each kind of tensor in charts of a plan's memory; other kinds are slate."""
 
+
+ROW_PIXELS, NOTE_PIXELS = 33, 190
+"""Heights of a row of the table, and of the legend, axis and note beside it: the chart is as high as the table."""
+
+NOT_MEASURED = ("activations",)
+"""Kinds of tensors that exist only within a step, and are hatched."""
 
 BETWEEN = "between steps"
 """The label of a tier's bytes between two steps: the sum of all kinds except activations."""
@@ -80,17 +85,24 @@ def plan_section(run: RecordedRun) -> Html:
     planned, measured = (_by_tier(run, key) for key in ("plan_bytes", "measured_bytes"))
     if not planned:
         return Html()
-    bars = []
+    drawn = []
     for tier, kinds in planned.items():
-        bars.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
-        bars += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
+        drawn.append(Bar(f"{tier}, plan" if measured.get(tier) else tier, _parts(kinds)))
+        drawn += [Bar("measured", _parts(measured[tier]))] if measured.get(tier) else []
     rows = compared(run)
     places = ["", *(row.where for row in rows)]  # `where` of the row before
     idle = " A time is predicted for a machine that does nothing else." * any(row.what == TIME for row in rows)
+    pitch = max(32.0, min(56.0, (ROW_PIXELS * len(rows) - NOTE_PIXELS) / len(drawn)))
+    figures = bars(drawn, title="bytes of one rank", order=list(KIND_COLOURS), pitch=pitch)
+    about = (
+        "Measured is what the tensors of a rank and its store hold between two steps, and the median of what a step "
+        "moves. Activations are hatched, because they exist only within a step and are not measured. The host peak "
+        "above is of the whole process: the interpreter, torch and whatever the allocator keeps are in it."
+    )
     return section(
         "Plan and measurement",
         side_by_side(
-            figure(chart.bars(bars, title="bytes of one rank", order=list(KIND_COLOURS)), "Bytes of one rank"),
+            together(figure(figures, "Bytes of one rank"), note(about + idle)),
             table(
                 ["", "", "plan", "measured", "ratio"],
                 [_cells(row, first=row.where != before) for before, row in zip(places, rows, strict=False)],
@@ -98,9 +110,6 @@ def plan_section(run: RecordedRun) -> Html:
                 marked={place: "total" for place, row in enumerate(rows) if row.what == BETWEEN},
             ),
         ),
-        note="Of one rank. Measured is what its tensors and its store hold between two steps, and the median of what a "
-        "step moves. The host peak above is of the whole process: the interpreter, torch and whatever the allocator "
-        "keeps are in it." + idle,
     )
 
 
@@ -125,7 +134,10 @@ def _bytes(kinds: object) -> dict[str, float]:
 
 def _parts(kinds: Mapping[str, float]) -> list[BarPart]:
     shown = [name for name in dict.fromkeys([*KIND_COLOURS, *kinds]) if name in kinds]
-    return [BarPart(name, kinds[name], *KIND_COLOURS.get(name, ("slate", 0.7))) for name in shown]
+    return [
+        BarPart(name, kinds[name], *KIND_COLOURS.get(name, ("slate", 0.7)), hatched=name in NOT_MEASURED)
+        for name in shown
+    ]
 
 
 def per_step(run: RecordedRun, key: str) -> list[tuple[object, object]]:

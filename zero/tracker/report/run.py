@@ -14,10 +14,9 @@ from typing import Any
 import zero.tracker.report.chart as chart
 from zero.core.schema import flat_fields
 from zero.platform.run_files import publish
-from zero.platform.timeline import TIMELINE_ROWS, Span, Timeline, shares
 from zero.tracker.report.chart import Series
 from zero.tracker.report.folder import RecordedRun, read_run
-from zero.tracker.report.origin import origin_section, settings_section
+from zero.tracker.report.origin import Defaults, origin_section, settings_section
 from zero.tracker.report.page import (
     PILLS,
     Fact,
@@ -25,56 +24,55 @@ from zero.tracker.report.page import (
     facts,
     figure,
     links,
-    marked,
     page,
     pill,
     section,
     side_by_side,
-    table,
     verbatim,
 )
 from zero.tracker.report.plan import per_step, plan_section
 from zero.tracker.report.scale import count, finite_values, loss_scale_of, number_text, percent, seconds, size
+from zero.tracker.report.step import step_section
 from zero.tracker.report.svg import escape
+from zero.tracker.report.texts import data_section, sample_section
 from zero.tracker.views.view import ROW
-
-ROW_COLOURS = {"gather": "green", "compute": "blue", "reduce": "amber", "page in": "teal", "update": "purple"}
-"""Colours of the rows of a timeline; other rows, such as page out, are rose."""
 
 THIRD: Mapping[str, Any] = {"width": 368.0}
 LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 """Sizes of a chart beside two others (THIRD), and of a chart that is stacked with others (LOW)."""
 
+SMOOTHED = 40
+"""Number of rows from which the training loss is smoothed, over about a twentieth of them."""
+
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 
 
-def write_run(folder: Path, defaults: Mapping[str, Any] | None = None) -> Path:
+def write_run(folder: Path, defaults: Defaults | None = None) -> Path:
     """Write report.html of the run in `folder` and return its path.
 
     Args:
-        defaults: train.py's default settings, nested and plain. The page shows only settings of a run of train.py that
-            differ from them; None: it shows all.
+        defaults: the page shows only settings of a run of train.py that differ from these; None: it shows all.
     """
     path = folder / "report.html"
     publish(path, report(read_run(folder), defaults))
     return path
 
 
-def report(run: RecordedRun, defaults: Mapping[str, Any] | None = None) -> str:
+def report(run: RecordedRun, defaults: Defaults | None = None) -> str:
     """Return the text of report.html; `defaults` as for `write_run`."""
     overrides = run.overrides or []
     title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
-    settings = partial(settings_section, defaults=defaults or {})
+    settings = partial(settings_section, defaults=defaults(run.config) if defaults else {})
     parts = (
         _headline,
-        plan_section,
         _learning,
-        _example,
-        _sample,
+        plan_section,
         _speed,
         _placement,
         _offload,
-        _step,
+        step_section,
+        data_section,
+        sample_section,
         origin_section,
         settings,
         _footer,
@@ -135,7 +133,7 @@ def _learning(run: RecordedRun) -> Html:
     norms = [value for _, raw in run.points("train/grad_norm") if (value := finite_values(raw)) and value > 0]
     wide = bool(norms) and max(norms) > 30 * min(norms)
     validation = [(at, value) for at, value in run.points("val/loss") if finite_values(value) is not None]
-    losses = [Series("training", run.points("train/loss")), Series("validation", validation, "amber")]
+    losses = [*_training(run.points("train/loss")), Series("validation", validation, "amber")]
     scales = len({row.get("train/loss_scale") for row in run.rows}) > 1
     return section(
         "Learning",
@@ -150,19 +148,13 @@ def _learning(run: RecordedRun) -> Html:
     )
 
 
-def _example(run: RecordedRun) -> Html:
-    """Return the first training row; what trains is marked."""
-    parts = run.summary.get("example")
-    if not isinstance(parts, list):
-        return Html()
-    note = "The first row; the loss counts the marked tokens."
-    return section("A row", marked((str(text), bool(trains)) for text, trains in parts), note=note)
-
-
-def _sample(run: RecordedRun) -> Html:
-    text = str(run.summary.get("sample") or "").rstrip()
-    blocks = [verbatim(text)] if text else []
-    return section("Sample", *blocks, note="Text from the model, as the run printed it at its end.")
+def _training(points: Sequence[chart.Point]) -> list[Series]:
+    """Return the line of the training loss; one of many rows smoothed, with the rows pale behind it."""
+    if len(points) < SMOOTHED:
+        return [Series("training", points)]
+    reach = max(2, len(points) // SMOOTHED)
+    means = Series(f"training, mean of {2 * reach + 1} rows", chart.smoothed(points, reach))
+    return [means, Series("each row", points, style="pale")]
 
 
 def _others(run: RecordedRun) -> list[Html]:
@@ -182,10 +174,11 @@ def _others(run: RecordedRun) -> list[Html]:
 def _speed(run: RecordedRun) -> Html:
     if not run.rows:
         return Html()
+    waits = run.measured("comm/wait_s") and run.summary.get("ranks") != 1
     times = [
         Series("whole step", run.points("speed/step_s")),
         *([Series("waiting for the store", run.points("offload/wait_s"), "rose")] if _moves(run) else []),
-        *([Series("for other ranks", run.points("comm/wait_s"), "green")] if run.measured("comm/wait_s") else []),
+        *([Series("for other ranks", run.points("comm/wait_s"), "green")] if waits else []),
     ]
     peaks = [
         Series(tier, run.points(key), colour)
@@ -243,7 +236,7 @@ def _slowest(run: RecordedRun) -> list[Fact]:
     longer_s = [longest_s - (step_s - worked_s) for rank, worked_s, longest_s, step_s in timed if rank == slowest]
     waited = seconds(max(0.0, median(longer_s)))
     note = f"in {count} of {len(timed)} rows. Other ranks waited up to {waited} longer in a step (median)."
-    return [Fact("Slowest rank", number_text(slowest, 9), note)]
+    return [Fact("Slowest", f"rank {number_text(slowest, 9)}", note)]
 
 
 def _moves(run: RecordedRun) -> bool:
@@ -285,41 +278,6 @@ def _chart(caption: str, series: Sequence[Series], note: str = "", *, title: str
 def _line(run: RecordedRun, caption: str, key: str, colour: str, note: str = "", **axes: Any) -> Html:
     """Return a chart of the values of `key`."""
     return _chart(caption, [Series(caption.lower(), run.points(key), colour)], note, **axes)
-
-
-# One step
-
-
-def _step(run: RecordedRun) -> Html:
-    spans = [span for span in run.trace if span.rank == min(traced.rank for traced in run.trace)]
-    if not spans:
-        return Html()
-    drawn = {name: [_drawn(span) for span in spans if span.row == name] for name in TIMELINE_ROWS}
-    rows = [chart.TimelineRow(name, placed, ROW_COLOURS.get(name, "rose")) for name, placed in drawn.items() if placed]
-    head = ["row", "spans", "busy", "hidden", "exposed", "of the step"]
-    return section(
-        "One step",
-        figure(chart.timeline(rows, title="timeline of one step"), "Timeline", "point at a span for what it is"),
-        table(head, _shares(spans), numbers=range(1, 6)),
-        note="Exposed: the training thread waited for it. Hidden: the thread did not wait. One wait may be for several "
-        "rows. trace.json holds the same for ui.perfetto.dev.",
-    )
-
-
-def _drawn(span: Span) -> chart.ChartSpan:
-    return chart.ChartSpan(span.begin_s, span.end_s, span.name, span.unit, 0.6 if "backward" in span.name else 1.0)
-
-
-def _shares(spans: list[Span]) -> list[tuple[str, ...]]:
-    """Return a table of the timeline's rows: number of spans, busy time, and its hidden and exposed parts."""
-    step_s = Timeline(spans).step_s
-    rows: list[tuple[str, ...]] = []
-    for name, share in shares(spans).items():
-        part = percent(share.exposed_s / step_s if step_s else None)
-        times = ("", "", "") if name == "compute" else (seconds(share.hidden_s), seconds(share.exposed_s), part)
-        count = sum(span.row == name for span in spans)
-        rows += [(name, number_text(count, 9), seconds(share.busy_s), *times)] if count else []
-    return rows
 
 
 def _footer(run: RecordedRun) -> Html:

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 from zero.tracker.report.scale import Scale
 
-WIDTH = 560.0
+WIDTH, NARROW = 560.0, 400.0
+"""Widths of charts in pixels: of half a page, and of a phone."""
+
+MARGIN = 18.0
+"""Pixels to the right of the axes of a line chart."""
 
 SMALLEST, SMALLEST_WIDE = 0.53, 0.75
 """The smallest factor by which a chart shrinks before it scrolls instead, so that its text stays legible. SMALLEST is
@@ -32,8 +36,14 @@ def grid(x: Scale, y: Scale, left: float, right: float, bottom: float, x_name: s
         parts += [rule(css_class, left, at, right, at), text_element(left - 7, at + 4, name, "end")]
     for value, name in x.ticks:
         at = x.at(value)
-        parts += [rule("axis", at, bottom, at, bottom + 4), text_element(at, bottom + 21, name, "middle")]
+        parts += [rule("axis", at, bottom, at, bottom + 4), _tick_below(at, bottom + 21, name, right + MARGIN)]
     return "".join(parts) + text_element(right, bottom + 39, x_name, "end")
+
+
+def _tick_below(x: float, y: float, name: str, width: float) -> str:
+    """Return the number of a tick, centred below it if it then ends before `width`, the right edge of the chart."""
+    is_cut = x + 0.6 * text_width(name, LARGEST) > width  # more than a half, because fonts differ
+    return text_element(width, y, name, "end") if is_cut else text_element(x, y, name, "middle")
 
 
 def panel_grid(x: Scale, y: Scale, right: float, bottom: float, *, first: bool) -> str:
@@ -48,25 +58,40 @@ def panel_grid(x: Scale, y: Scale, right: float, bottom: float, *, first: bool) 
     return "".join(parts)
 
 
-def ticks_below(x: Scale, top: float, bottom: float) -> str:
-    """Return a rule from `top` to `bottom` at each tick, with its number below."""
+def ticks_below(x: Scale, top: float, bottom: float, width: float) -> str:
+    """Return a rule from `top` to `bottom` at each tick, with its number below, in a chart of `width` pixels."""
     at = [(x.at(value), name) for value, name in x.ticks]
-    return "".join(rule("grid", px, top, px, bottom) + text_element(px, bottom + 16, name, "middle") for px, name in at)
+    return "".join(rule("grid", px, top, px, bottom) + _tick_below(px, bottom + 16, name, width) for px, name in at)
 
 
-def legend(entries: Iterable[tuple[str, str, float]], width: float) -> tuple[str, float]:
-    """Return the legend as SVG, in as many lines as needed, and its height in pixels."""
+def shape_style(colour: str, shade: float = 1.0, *, hatched: bool = False) -> str:
+    """Return the CSS of a filled shape; a hatched one needs `hatching(colour)` in its document."""
+    return f"fill:url(#hatch-{colour})" if hatched else f"fill:var(--{colour});fill-opacity:{shade:g}"
+
+
+def hatching(colour: str) -> str:
+    """Return the definition of a pattern of diagonal stripes."""
+    return (
+        f'<defs><pattern id="hatch-{colour}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect x="0" y="0" width="6" height="6" style="{shape_style(colour, 0.16)}"/>'
+        f'<rect x="0" y="0" width="2" height="6" style="fill:var(--{colour})"/></pattern></defs>'
+    )
+
+
+def legend(entries: Iterable[tuple[str, str]], width: float) -> tuple[str, float]:
+    """Return the legend as SVG, in as many lines as needed, and its height in pixels.
+
+    Args:
+        entries: names, and the CSS of their marks.
+    """
     parts: list[str] = []
     x, y = 10.0, 14.0
-    for name, colour, shade in entries:
+    for name, style in entries:
         name = fit_text(name, width - 60, LARGEST)
         taken = 34 + text_width(name, LARGEST)
         if x > 10 and x + taken > width:
             x, y = 10.0, y + 19
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y - 9:.2f}" width="10" height="10" rx="2.5" '
-            f'style="fill:var(--{colour});fill-opacity:{shade:g}"/>'
-        )
+        parts.append(f'<rect x="{x:.2f}" y="{y - 9:.2f}" width="10" height="10" rx="2.5" style="{style}"/>')
         parts.append(text_element(x + 16, y, name, "start"))
         x += taken
     return "".join(parts), y + 6 if parts else 0.0

@@ -7,6 +7,7 @@ that share the disk. Jobs that are still running or were killed are included.
 import csv
 import fcntl
 import io
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,11 +15,35 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import zero.tracker.report.chart as chart
+import zero.tracker.report.svg as svg
 from zero.platform.run_files import publish, writing
+from zero.tracker.report.bars import Bar, BarPart, bars
 from zero.tracker.report.chart import Panel, Series
-from zero.tracker.report.folder import RecordedRun, Status, read_run
-from zero.tracker.report.jobs import FIGURES, Job, best_of, counts, differing, jobs_in, table_of
-from zero.tracker.report.page import PILLS, Html, code, figure, page, pill, section, side_by_side, table, with_bar
+from zero.tracker.report.folder import Status, read_run
+from zero.tracker.report.jobs import (
+    FIGURES,
+    Job,
+    best_of,
+    comparison,
+    counts,
+    differing,
+    equal_losses,
+    jobs_in,
+    table_of,
+)
+from zero.tracker.report.page import (
+    PILLS,
+    Html,
+    by_window,
+    code,
+    figure,
+    page,
+    pill,
+    section,
+    side_by_side,
+    table,
+    with_bar,
+)
 from zero.tracker.report.scale import UNKNOWN, finite_values, loss_scale_of, number_text, seconds, size
 from zero.tracker.report.svg import escape
 
@@ -50,7 +75,7 @@ def write_sweep(folder: Path) -> Sweep:
         jobs = table_of(folder, runs)
         keys, best = differing(jobs), best_of(jobs)
         publish(folder / "sweep.csv", spreadsheet(jobs, keys, best))
-        publish(folder / "sweep.html", html(folder, runs, jobs, keys, best))
+        publish(folder / "sweep.html", html(folder, jobs, keys, best))
     return Sweep(jobs, keys, best, folder / "sweep.html")
 
 
@@ -105,12 +130,15 @@ ANY_COLUMNS = 10_000
 
 
 def plain(sweep: Sweep, columns: int = ANY_COLUMNS) -> str:
-    """Return a table for a terminal: the overrides that differ between jobs, and as many figures as fit `columns`."""
+    """Return a table for a terminal: the overrides that differ between jobs, and as many figures as fit `columns`.
+
+    A sentence below it says which jobs have equal losses.
+    """
     fields = [field for field in FIRST_FIGURES if field in _measured(sweep.jobs)]
     table = _plain(sweep, fields)
     while fields and max(map(len, table.splitlines())) > columns:
         table = _plain(sweep, fields := fields[:-1])
-    return table
+    return "\n\n".join(filter(None, [table, textwrap.fill(comparison(sweep.jobs), columns)]))
 
 
 def _plain(sweep: Sweep, fields: Sequence[str]) -> str:
@@ -142,32 +170,54 @@ def _exact(field: str, value: float | None) -> float | None:
     return int(value) if value is not None and field.endswith(("_bytes", "_done")) else value
 
 
-def html(folder: Path, runs: Sequence[RecordedRun], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
+def html(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> str:
     """Return the text of sweep.html."""
     shared = [f"{key}={value}" for key, value in (jobs[0].overrides.items() if jobs else ()) if key not in keys]
     states = {job.status for job in jobs}
     state: Status = next((status for status in ("running", "failed", "stopped") if status in states), "finished")
-    note = f"All with {' '.join(shared)}." if shared else ""
+    same = _same_for_all(jobs)
+    values = [f"{HEAD[field]} {_written(field, getattr(jobs[0], field))}" for field in same]
+    note = " ".join([
+        *([f"All with {' '.join(shared)}."] if shared else []),
+        *([comparison(jobs)] if comparison(jobs) else []),
+        *([f"Each: {', '.join(values)}."] if same else []),
+    ])  # fmt: skip
     return page(
         " x ".join(keys) or "A sweep",
         kicker="sweep · " + "/".join(folder.absolute().parts[-2:]),
         status=pill(counts(jobs), PILLS[state]),
         parts=[
-            section("Jobs", _rows(folder, jobs, keys, best), note=note),
-            section("Loss", _losses(runs, jobs, keys, best), _against(jobs, keys)),
+            section("Jobs", _rows(folder, jobs, keys, best, same), note=note),
+            section("Speed and memory", _speed_and_memory(jobs, keys)),
+            section("Loss", _losses(jobs, keys, best), _against(jobs, keys)),
             section("What went wrong", _causes(jobs, keys)),
         ],
     )
 
 
-def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
-    fields = _measured(jobs)
+def _same_for_all(jobs: Sequence[Job]) -> list[str]:
+    """Return the figures of training in which no job differs, if the losses of all are equal to the bit."""
+    if [len(group) for group in equal_losses(jobs)] != [len(jobs)] or len(jobs) < 2:
+        return []
+    return [field for field in _measured(jobs) if field in ("steps_done", "train_loss", "val_loss")]
+
+
+def _rows(folder: Path, jobs: Sequence[Job], keys: Sequence[str], best: Job | None, same: Sequence[str]) -> Html:
+    """Return the table of jobs.
+
+    Args:
+        same: figures without a column.
+    """
+    fields = [field for field in _measured(jobs) if field not in same]
+    first = "fastest" if same else "best"
     largest = {field: max((getattr(job, field) or 0.0) for job in jobs) for field in fields}
     rows = [
         [
             _link(folder, job),
             *(code(job.overrides.get(key, "")) for key in keys),
-            pill("best" if job is best else job.status, PILLS[job.status]),
+            pill(first if job is best else job.status, PILLS[job.status])
+            if job is best or job.status != "finished"
+            else "",
             *(_with_bar(field, getattr(job, field), largest[field]) for field in fields),
         ]
         for job in jobs
@@ -195,24 +245,71 @@ def _causes(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
     return table(["job", "overrides", "cause"], rows) if rows else Html()
 
 
-def _losses(runs: Sequence[RecordedRun], jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
-    """Return a small chart of the training loss for each job."""
-    values = [value for run in runs for _, raw in run.points("train/loss") if (value := finite_values(raw)) is not None]
+def _speed_and_memory(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
+    """Return charts of speed and memory, if some jobs differ in nothing else."""
+    if not comparison(jobs):
+        return Html()
+    figures = []
+    for field, colour in (("tokens_per_s", "blue"), ("device_peak_bytes", "purple"), ("host_peak_bytes", "amber")):
+        write = size if field.endswith("_bytes") else number_text
+        rows = [
+            Bar(_label([job], keys), [BarPart(HEAD[field], value, colour)])
+            for job in jobs
+            if (value := getattr(job, field)) is not None
+        ]
+        if rows:
+            title = f"{HEAD[field].capitalize()} of each job"
+            figures.append(figure(bars(rows, title=title, write=write), title, " · ".join(map(_last_word, keys))))
+    return side_by_side(*figures)
+
+
+def _losses(jobs: Sequence[Job], keys: Sequence[str], best: Job | None) -> Html:
+    """Return a small chart of the training loss for each job; one for all jobs with the same losses to the bit."""
+    groups = equal_losses(jobs)
+    groups += [[job] for job in jobs if not any(job in group for group in groups)]
+    points = {id(group): [(step, loss) for step, loss, _ in group[0].losses] for group in groups}
+    values = [value for line in points.values() for _, raw in line if (value := finite_values(raw)) is not None]
     if not values:
         return Html()
+    if len(groups) == 1 < len(jobs):
+        return _loss_of_all(groups[0][0])
     panels = [
         Panel(
-            " · ".join(job.overrides[key] for key in keys if key in job.overrides) or f"job {job.name}",
-            run.points("train/loss"),
-            "green" if job is best else PALETTE[job.status],
-            _written("val_loss", job.val_loss) if job.status == "finished" else job.status,
+            _label(group, keys),
+            points[id(group)],
+            "green" if best in group else PALETTE[group[0].status],
+            _written("val_loss", group[0].val_loss) if group[0].status == "finished" else group[0].status,
         )
-        for run, job in zip(runs, jobs, strict=True)
+        for group in sorted(groups, key=lambda group: jobs.index(group[0]))
     ]
     log = min(values) > 0 and max(values) > 20 * min(values)
-    drawn = chart.multiples(panels, title="training loss", log=log)
+    drawn = (
+        chart.multiples(panels, title="training loss", log=log, width=width) for width in (2 * svg.WIDTH, svg.NARROW)
+    )
     names = " · ".join(map(_last_word, keys))
-    return figure(drawn, "Training loss of each job", f"{names}; grey: the others; right: validation loss")
+    note = f"{names}; grey: the others; right: validation loss"
+    return figure(by_window(*drawn), "Training loss of each job", note)
+
+
+def _loss_of_all(job: Job) -> Html:
+    """Return a chart of the losses of jobs that have the same losses as `job`."""
+    validation = [(step, value) for step, _, value in job.losses if value is not None]
+    series = [
+        Series("training", [(step, loss) for step, loss, _ in job.losses]),
+        Series("validation", validation, "amber"),
+    ]
+    drawn = (
+        chart.lines(series, title="loss of all jobs", width=width, height=height)
+        for width, height in ((2 * svg.WIDTH, 280), (svg.NARROW, 236))
+    )
+    return figure(by_window(*drawn), "Loss of all jobs", "nats per token")
+
+
+def _label(group: Sequence[Job], keys: Sequence[str]) -> str:
+    """Return the values of the overrides that differ, such as "1e-3 · 0, 3" for two jobs."""
+    having = [key for key in keys if any(key in job.overrides for job in group)]
+    values = [dict.fromkeys(job.overrides[key] for job in group if key in job.overrides) for key in having]
+    return " · ".join(map(", ".join, values)) or f"job {', '.join(job.name for job in group)}"
 
 
 def _choice(job: Job, keys: Sequence[str]) -> str:
@@ -227,6 +324,8 @@ def _last_word(key: str) -> str:
 def _against(jobs: Sequence[Job], keys: Sequence[str]) -> Html:
     """Return a chart of the validation loss against each override that has three or more different numbers."""
     figures = []
+    if len(equal_losses(jobs)) < 2:
+        return Html()
     for key in keys:
         points = [
             (value, job.val_loss)

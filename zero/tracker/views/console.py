@@ -1,7 +1,8 @@
 """The console output of a run: a progress bar on a terminal, a line per row of metrics in a pipe.
 
-The bar and the newest row stay in the last line of the terminal until the last step; the progress of a long operation,
-such as a save, is shown above. Text that follows the last step is printed below.
+The bar and the newest row stay at the end of the terminal until the last step, in two lines if one is too short. Before
+the first row they say what the run waits for. The progress of a long operation, such as a save, is shown above. Text
+that follows the last step is printed below.
 """
 
 import math
@@ -91,6 +92,7 @@ class BarView(View):
         self._work = _Work(clock)
         self.expect(steps)
         self._words: list[Word] = []
+        self.waiting("the model")
         self._val: float | int | None = None
         self._console = Console(file=stream)
         # stderr is redirected because text printed there would break the line, unless it is a rank's log file
@@ -105,6 +107,9 @@ class BarView(View):
     def expect(self, steps: int) -> None:
         self._steps, self._left = steps, _Left(steps, self._clock)
 
+    def waiting(self, what: str) -> None:
+        self._waits_for, self._waits_since_s = what, self._clock()
+
     def log(self, row: Row) -> None:
         self._left.after(row)
         self._step, self._val = int(row["step"] or 0), row.get("val/loss") or self._val
@@ -112,7 +117,7 @@ class BarView(View):
         if self._step >= self._steps:
             self._over = True
             self._live.refresh()  # clears the live line, which is then printed permanently
-            self._console.print(self._newest(self._console.width - SPARE_COLUMNS))
+            self._console.print(Group(*self._newest(self._console.width - SPARE_COLUMNS)))
 
     def note(self, text: str) -> None:
         self._console.print(at_spaces(text, self._console.width), markup=False, highlight=False, soft_wrap=True)
@@ -127,16 +132,26 @@ class BarView(View):
 
     def _drawn(self) -> RenderableType:
         work, columns = self._work, max(1, self._console.width - SPARE_COLUMNS)
-        lines: list[RenderableType] = [] if self._over else [self._newest(columns)]
+        lines: list[RenderableType] = [] if self._over else self._newest(columns)
         if work.is_under_way and self._clock() - work.begun_s >= SHOWN_S:
             left = [Word(f"{work.share:.0%}", 0), Word(f"{minutes(work.left_s)} left", 0)]
             lines.insert(0, _line(work.what, work.share, left, columns, BAR_COLUMNS))
         return Group(*lines)
 
-    def _newest(self, columns: int) -> Table:
-        words = [*self._words, self._left.word] if self._words else []
-        bar = BAR_COLUMNS if columns >= 56 or not words else 0
-        return _line(f"step {self._step}/{self._steps}", self._step / self._steps, words, columns, bar)
+    def _newest(self, columns: int) -> list[RenderableType]:
+        """Return the line with the bar, and a line with the row's values if the first has no room for them."""
+        step, share = f"step {self._step}/{self._steps}", self._step / self._steps
+        if not self._words:
+            waits = [Word(f"waits for {self._waits_for}", 0), Word(minutes(self._clock() - self._waits_since_s), 1)]
+            return [_line(step, share, waits, columns, BAR_COLUMNS if columns >= 56 else 0)]
+        words = [*self._words, self._left.word]
+        if len(" ".join(word.text for word in words)) <= columns - len(step) - 2 - BAR_COLUMNS:
+            return [_line(step, share, words, columns, BAR_COLUMNS)]
+        is_speed = [word.rank == SPEED_RANK for word in self._words]
+        beside = [word for word, speed in zip(self._words, is_speed, strict=True) if speed]
+        below = [word for word, speed in zip(self._words, is_speed, strict=True) if not speed]
+        bar = BAR_COLUMNS if columns >= 56 else 0
+        return [_line(step, share, [*beside, self._left.word], columns, bar), _text(fit(below, columns))]
 
 
 def column_words(row: Row) -> list[Word]:
@@ -147,12 +162,12 @@ def column_words(row: Row) -> list[Word]:
         if value is not None and (written := text(value)):
             shown.append(Word(written, rank))
     if row.get("speed/step_s") and not {"speed/tokens_per_s", "speed/samples_per_s"} & set(row):
-        shown.append(Word(f"{row['speed/step_s']:.3g} s/step", 4))
+        shown.append(Word(f"{row['speed/step_s']:.3g} s/step", SPEED_RANK))
     if row.get("train/skipped"):
         shown.append(Word(f"{row['train/skipped']} skipped", 2))
-    shown += [Word(f"{key} {row[key]:.4g}", 4) for key in row if _is_extra(key) and row[key] is not None]
+    shown += [Word(f"{key} {row[key]:.4g}", 5) for key in row if _is_extra(key) and row[key] is not None]
     memory = _memory(row)
-    return [*shown, Word(memory, 5)] if memory else shown
+    return [*shown, Word(memory, 10)] if memory else shown
 
 
 def fit(words: Sequence[Word], columns: int) -> str:
@@ -179,14 +194,17 @@ def at_spaces(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
+SPEED_RANK = 4
+"""The rank of the words that are beside the bar if a terminal needs two lines."""
+
 _WORDS: tuple[tuple[str, int, Callable[[float], str]], ...] = (
     ("val/loss", 3, lambda value: f"val {_number(value)}"),
-    ("train/grad_norm", 8, lambda value: f"norm {value:.3g}"),
-    ("train/lr", 9, lambda value: f"lr {_exponent(value)}"),
-    ("speed/tokens_per_s", 4, lambda value: f"{value:,.0f} tok/s"),
-    ("speed/samples_per_s", 4, lambda value: f"{_short(value)} samples/s"),
-    ("speed/mfu", 7, lambda value: f"mfu {value:.0%}"),
-    ("speed/stall_fraction", 6, lambda value: f"stall {value:.0%}" if value >= 0.005 else ""),
+    ("train/grad_norm", 6, lambda value: f"norm {value:.3g}"),
+    ("train/lr", 7, lambda value: f"lr {_exponent(value)}"),
+    ("speed/tokens_per_s", SPEED_RANK, lambda value: f"{value:,.0f} tok/s"),
+    ("speed/samples_per_s", SPEED_RANK, lambda value: f"{_short(value)} samples/s"),
+    ("speed/mfu", 8, lambda value: f"mfu {value:.0%}"),
+    ("speed/stall_fraction", 9, lambda value: f"stall {value:.0%}" if value >= 0.005 else ""),
 )
 
 
@@ -258,8 +276,7 @@ class _Left:
 
 def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_columns: int) -> Table:
     """Return a terminal line: `what`, a bar of at least `bar_columns` characters (0: none), and the words that fit."""
-    text = Text(fit(words, columns - len(what) - 2 - bar_columns), no_wrap=True)
-    text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
+    text = _text(fit(words, columns - len(what) - 2 - bar_columns))
     cells: list[RenderableType] = [Text(what, no_wrap=True), text]
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.width = columns
@@ -270,6 +287,13 @@ def _line(what: str, share: float, words: Sequence[Word], columns: int, bar_colu
     grid.add_column(no_wrap=True)
     grid.add_row(*cells)
     return grid
+
+
+def _text(line: str) -> Text:
+    """Return a line whose names are dim."""
+    text = Text(line, no_wrap=True)
+    text.highlight_regex(r"(?<![\w.])[a-z/]+(?![\w.])", "dim")
+    return text
 
 
 def _memory(row: Row) -> str:

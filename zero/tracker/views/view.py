@@ -58,6 +58,9 @@ class View:
     def expect(self, steps: int) -> None:
         """Take over another number of steps of the whole run, before the first row."""
 
+    def waiting(self, what: str) -> None:
+        """Show what the run waits for, a noun, until the first row."""
+
     def log(self, row: Row) -> None:
         """Show or store a row of metrics."""
 

@@ -20,11 +20,11 @@ def main(words: Sequence[str]) -> int:
         return 2
     from zero.tracker.report import run, sweep
     from zero.tracker.report.jobs import jobs_in
-    from zero.trainer.config import Config
+    from zero.trainer.config import defaults_for
 
     jobs = jobs_in(folder)
     for run_folder in jobs or [folder]:
-        print(run.write_run(run_folder, Config().plain()))
+        print(run.write_run(run_folder, defaults_for))
     if jobs:
         print(sweep.write_sweep(folder).page)
     return 0

@@ -229,6 +229,20 @@ def keys_of(section: str, chosen: Mapping[str, Any]) -> set[str]:
     return set() if model is None else {field.alias or name for name, field in model.model_fields.items()}
 
 
+def defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain default settings of the options whose names are in `chosen`, plain settings of a run.
+
+    The names are those of the default run.
+    """
+    defaults = Config().plain()
+    for section, values in chosen.items():
+        model = kinds(section).get(str(values.get("name"))) if isinstance(values, Mapping) else None
+        if model is not None:
+            own = model.model_construct().model_dump(by_alias=True, mode="json")
+            defaults[section] = own | {"name": defaults[section]["name"]}
+    return defaults
+
+
 def flat(config: Config) -> dict[str, str]:
     """Return all values as text by dotted key, so that ranks can compare their settings."""
     return {key: str(value) for key, value in schema.flat_fields(config.plain()).items()}

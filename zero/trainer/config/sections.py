@@ -182,6 +182,7 @@ class CheckpointSection(Section):
 class MachineSection(Section):
     """The machine that mode=plan plans for; auto: this one."""
 
+    all: bool = key(False, "print every stage and offload with its bytes above the answer", example="true mode=plan")
     ranks: Ranks = key(
         "auto", "ranks in all; auto: launch.ranks, on one machine", unit="processes", example="64 mode=plan"
     )

@@ -93,6 +93,9 @@ class Mixed:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
+    def lengths(self) -> Sequence[int]:
+        return [length for data in self._all for length in data.lengths()]
+
     def example(self) -> list[tuple[str, bool]]:
         return self._all[self._proportion.place(0)[0]].example()
 
@@ -109,5 +112,5 @@ class Apart:
         self.digest = hashlib.sha256(f"{self.train.digest} {self.held.digest}".encode()).hexdigest()
         self.validation_rows, self.validation = self.held.validation_rows, self.held.validation
         self.rows, self.rows_of_epochs = self.train.rows, self.train.rows_of_epochs
-        self.example, self.shares = self.train.example, self.train.shares
+        self.example, self.shares, self.lengths = self.train.example, self.train.shares, self.train.lengths
         self.about = f"{self.train.about}{f'; validation{self.held.about}' if self.held.about else ''}"

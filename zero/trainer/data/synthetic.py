@@ -36,6 +36,9 @@ class Synthetic:
     def shares(self, rows: int) -> dict[str, float]:
         return {}
 
+    def lengths(self) -> list[int]:
+        return []
+
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data=synthetic has no end, so epochs means nothing. Set steps.")
 

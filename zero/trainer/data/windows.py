@@ -1,7 +1,7 @@
 """Rows cut from a long sequence of tokens: at random positions for training, at fixed positions for validation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,9 @@ class Data(Protocol):
 
     def example(self) -> list[tuple[str, bool]]:
         """Return the parts of the first training row and whether they train; [] if all of every row does."""
+
+    def lengths(self) -> Sequence[int]:
+        """Return the numbers of tokens of the documents, before they are cut; [] if rows are not of documents."""
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
@@ -109,6 +112,9 @@ class Windows:
 
     def shares(self, rows: int) -> dict[str, float]:
         return {}
+
+    def lengths(self) -> Sequence[int]:
+        return []
 
     def rows_of_epochs(self, count: int) -> int:
         return count * self.train.numel() // self.seq  # drawn at random, so a pass has as many tokens as the data

@@ -198,7 +198,15 @@ def planned(config: Config, world: World, room: Room | None, activations: Activa
     """
     rows = config.batch_on(world.size).numbers()[1]
     counts = activations.resolved(config).planned(rows, world.compute.kind)
-    return build_plan(config, activations.model, world, room=room, check_writes=config.debug.check_writes, **counts)
+    return build_plan(
+        config,
+        activations.model,
+        world,
+        room=room,
+        check_writes=config.debug.check_writes,
+        splitting=activations.splitting(config, world),
+        **counts,
+    )
 
 
 def plan_of_run(config: Config, world: World, activations: ActivationTraces) -> Plan:

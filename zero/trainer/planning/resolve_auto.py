@@ -69,6 +69,7 @@ def resolve_auto(config: Config, activations: ActivationTraces | None, world: Wo
     several_microbatches = config.batch.is_open and config.batch_on(world.size).numbers()[1] > 1
     if settled and not several_microbatches:
         return _resolved(config, config.on(world.size), None)
+    tracker.waiting("values of auto")
     links = between_ranks(world) if config.zero.stage == "auto" else {}
     machine = replace(Machine.of(config, world), links=links)
     message: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""The text of mode=plan: a table of all stages and offload presets; and a table of planned and measured bytes."""
+"""The text of mode=plan: the answer, below a table of all stages and offload presets with `plan.all`; and a table of
+planned and measured bytes."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ NOT_REPEATED = (
 
 
 def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]:
-    """Return the text of mode=plan, and whether any choice fits.
+    """Return the text of mode=plan, which ends in the answer, and whether any choice fits.
 
     Args:
         overrides: the user's command line, to be repeated in the proposed one.
@@ -85,25 +86,22 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         config_of_run, sentence = resolve_activations(winner.config, machine, activations, lambda: rates)
         winner = plan_choice(config_of_run, winner.preset, machine, activations.resolved(config_of_run), rates)
         notes[-1] += f". The answer assumes {sentence}"
+    policy = "auto" if auto else suggest.shown(config.zero.activations)
+    model = f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens"
+    every = [*_details(candidates), *_summary(candidates, machine), ""] if config.plan.all else []
+    others = "" if every else "plan.all=true prints every stage and offload. "
     lines = [
-        *_answer(winner, candidates, machine, overrides),
+        *every,
+        *_sentence(f"{model}, activations {policy}"),
+        *_sentence(f"machine: {machine}"),
+        *(line for note in notes for line in _sentence(note)),
+        *_sentence(f"rates {rates.source}"),
+        *_sentence(f"{others}docs/plans.md explains the numbers"),
+        "",
         *(_limits(winner, machine, activations, rates) if winner else ()),
         *(_pressed(winner, config, machine, activations) if winner else ()),
         *(_longest(winner, config, machine, activations) if winner else _longest_alone(config, machine, rates)),
-        "",
-        *_sentence(
-            f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens, "
-            f"activations {'auto' if auto else suggest.shown(config.zero.activations)}"
-        ),
-        *_sentence(f"machine: {machine}"),
-        *(line for note in notes for line in _sentence(note)),
-        "",
-        *_summary(candidates, machine),
-        *_sentence(f"rates {rates.source}"),
-        "",
-        "bytes per rank",
-        *_details(candidates),
-        "The first line is the answer. docs/plans.md explains the numbers.",
+        *_answer(winner, candidates, machine, overrides),
     ]
     return "\n".join(lines), winner is not None
 
@@ -270,6 +268,7 @@ def _cells(choice: Choice, tiers: Sequence[str]) -> str:
 
 def _details(candidates: Sequence[Choice]) -> Iterator[str]:
     """Yield a table of bytes for each preset: a row for each tier and kind, a column for each stage."""
+    yield "bytes per rank"
     for preset in dict.fromkeys(choice.preset for choice in candidates):
         plans = [choice.plan for choice in candidates if choice.preset == preset]
         bytes_of = [plan.bytes for plan in plans]

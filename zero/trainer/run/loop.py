@@ -22,7 +22,8 @@ from zero.tracker import Tracker
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.run_record import RECORDED, RunRecord
 from zero.tracker.views.jsonl import CUT_SHORT, EVALUATED, FINISHED, PATIENCE_REACHED, STOPPED
-from zero.trainer.config import Config
+from zero.trainer.config import Config, defaults_for
+from zero.trainer.data.lengths import counted_lengths
 from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import describe, preempted, save_on_sigint
 from zero.trainer.planning import against_measured, measured
@@ -98,6 +99,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._record.further["measured_bytes"] = measured(state)
         if example := data.example():
             self._record.further["example"] = example
+        if lengths := data.lengths():
+            self._record.further["lengths"] = {"counts": counted_lengths(lengths), "row": config.model.seq + 1}
         state.runtime.pressure = Pressure(plan, note=self.note_move)
         if predicted_s is not None:
             self._record.further["plan_step_s"] = predicted_s
@@ -127,8 +130,12 @@ class Run(contextlib.AbstractContextManager["Run"]):
             self._validate()
             self._log(validated=True)
         self._recorded = step_to_record(first - 1 + RECORDED, self._last, self._is_followed)
+        self._tracker.waiting("the first step")
         for number in range(first, self._last + 1):
             yield number
+            if number == first:
+                every = self._config.tracker.every
+                self._tracker.waiting(f"the row of step {min(-(-number // every) * every, self._last)}")
             if self._stopping or self._is_out_of_patience:
                 return
 
@@ -207,7 +214,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         summary = self._record.write(exit_reason)
         if self._world.rank == 0:
             self._tracker.note(against_measured(self._state.plan, held))
-        self._record.write_report(describe, Config().plain())
+        self._record.write_report(describe, defaults_for)
         if summary.endurance:
             self._tracker.note(summary.endurance)
         self._tracker.finish(summary._asdict(), Preempted.exit_code if exit_reason == STOPPED else 0)

@@ -14,6 +14,7 @@ def open_rows(config: Config, world: World, tracker: Tracker) -> tuple[Config, D
         ConfigError: as `open_data`; or ranks have other settings or other data.
     """
     rows = config.batch_on(world.size).numbers()[0]
+    tracker.waiting("the data")
     data = open_data(config.source(), config.model.seq, config.seed, world, tracker.progress, held=config.val.path)
     world.agree({**flat(config), "digest of the data": data.digest})
     if config.epochs is None:

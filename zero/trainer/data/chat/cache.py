@@ -110,6 +110,7 @@ def open_chats(config: ChatConfig, seq: int, seed: int, world: "World | None", p
         digest=digest.hexdigest(),
         decode_tokens=lambda numbers: tokenizer.decode(numbers.tolist()),
         about=_about(about, counts, len(train), len(held), lengths),
+        all_lengths=lengths,
     )
 
 

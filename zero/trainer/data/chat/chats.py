@@ -31,6 +31,7 @@ class Chats:
         packed: whether a row has several chats.
         pad: the token behind the last chat of a row.
         about: a text about the chats.
+        all_lengths: the numbers of tokens of all chats, also of those that are left out, before they are cut.
     """
 
     file: TokenFile
@@ -44,6 +45,7 @@ class Chats:
     digest: str
     decode_tokens: Callable[[Tensor], str]
     about: str
+    all_lengths: Sequence[int]
     has_text: bool = True
 
     def __post_init__(self) -> None:
@@ -70,6 +72,9 @@ class Chats:
 
     def shares(self, rows: int) -> dict[str, float]:
         return {}
+
+    def lengths(self) -> Sequence[int]:
+        return self.all_lengths
 
     def rows_of_epochs(self, count: int) -> int:
         """Return the number of training rows in `count` epochs."""

@@ -9,10 +9,10 @@ from torch import nn
 
 from zero.core.activations import ACTIVATIONS, REMAT
 from zero.distributed.world import World
-from zero.engine.model import split
+from zero.engine.model import Splitting, split
 from zero.engine.plan import activations_of
 from zero.sequence import SharedRows
-from zero.settings.build import build_precision
+from zero.settings.build import build_precision, build_splitting
 from zero.trainer.config import Config
 from zero.trainer.planning.machine import PaperGroup
 from zero.trainer.planning.traces.tracing import META_DEVICE, Traced, trace
@@ -58,12 +58,21 @@ class ActivationTraces:
         self._group = World(PaperGroup(sequence, local_size=sequence, device="cpu"))
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
         self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
+        self._splittings: dict[tuple[object, ...], Splitting] = {}
 
     def resolved(self, config: Config) -> "ActivationTraces":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
         other = copy(self)
         other._config = config
         return other
+
+    def splitting(self, config: Config, world: World) -> Splitting:
+        """Return the units of the plan of `config`; plans that differ in other settings share them."""
+        key = config.optim, config.schedule, config.precision, config.zero.units, config.zero.bucket, config.zero.shard
+        known = world.size, world.local_size, *map(repr, key)
+        if known not in self._splittings:
+            self._splittings[known] = build_splitting(config, self.model, world)
+        return self._splittings[known]
 
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Return settings that may lower the bytes of a microbatch of `rows` rows: advice -> bytes with that advice."""

@@ -5,15 +5,16 @@ Every new storage is counted while it exists. Memory that a kernel allocates for
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from zero.trainer.planning.traces.shapes import result_of
+from zero.trainer.planning.traces.shapes import operand_tensors, result_of
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ class OperatorWork(NamedTuple):
 
     def __add__(self, other: object) -> "OperatorWork":
         assert isinstance(other, OperatorWork)
-        return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
+        return OperatorWork(*map(add, self, other))
 
     def times(self, factor: float) -> "OperatorWork":
         """Return the work `factor` times."""
@@ -82,10 +83,19 @@ class OperatorCounts(TorchDispatchMode):
         self._held = known  # keeps them alive, because an address identifies a storage only while it exists
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._live_bytes = self.peak_bytes = 0
-        self.work = OperatorWork()
+        self.work, self._times = OperatorWork(), 1
         self.products: Counter[Product] = Counter()
         self.attention: tuple[int, ...] | None = None
         self.made: Counter[int] = Counter()
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count the work of the operators in the body `times` times."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = 1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,7 +103,7 @@ class OperatorCounts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = result_of(func, args, kwargs or {})
-        results = [tensor for tensor in tree_leaves(made) if isinstance(tensor, Tensor)]
+        results = [*operand_tensors((made,))]
         for tensor in results:
             self._add(tensor.untyped_storage())
         self._count(func, args, results)
@@ -104,18 +114,18 @@ class OperatorCounts(TorchDispatchMode):
         if func.is_view or func.overloadpacket in _FREE:
             return
         if product := _product(func, args):
-            self.products[product] += 1
-            self.work += OperatorWork(flops=product.flops, launches=1)
+            self.products[product] += self._times
+            work = OperatorWork(flops=product.flops, launches=1)
         elif func in _ATTENTION:
             times, query, key = _ATTENTION[func]
             self.attention = tuple(args[query].shape)
-            self.work += OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
+            work = OperatorWork(attention_flops=times * args[query].numel() * args[key].shape[-2], launches=1)
         else:
-            read = tree_leaves(args)[func.overloadpacket in _LOOKUPS :]
-            moved = [*results, *(tensor for tensor in read if isinstance(tensor, Tensor))]
-            nbytes = sum(tensor.nbytes for tensor in moved)
-            self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes
-            self.work += OperatorWork(nbytes=nbytes, launches=1)
+            read = operand_tensors(args[1:] if func.overloadpacket in _LOOKUPS else args)
+            nbytes = sum(tensor.nbytes for tensor in (*results, *read))
+            self.made[max((tensor.numel() for tensor in results), default=0)] += nbytes * self._times
+            work = OperatorWork(nbytes=nbytes, launches=1)
+        self.work += work if self._times == 1 else work.times(self._times)
 
     def _add(self, storage: Any) -> None:
         address, nbytes = storage._cdata, storage.nbytes()

@@ -5,13 +5,12 @@ measured with torch 2.13. The rules here cover the operators of transformers; ot
 `tests/trainer/test_planning.py` compares every rule with torch's own answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -30,17 +29,32 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return func(*args, **kwargs)
 
 
+def operand_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments of an operator, and in their lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from operand_tensors(value)
+
+
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the result of a pointwise operator on floating point tensors and numbers; None for anything else."""
-    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
-    plain = not kwargs and all(tensor.is_floating_point() for tensor in tensors)
-    if not plain or func.overloadpacket in _TESTS or any(isinstance(value, complex) for value in args):
+    """Return the result of a pointwise operator on tensors and numbers; None if its dtype is not known.
+
+    The dtype is known for floating point tensors, and for arithmetic.
+    """
+    tensors = [*operand_tensors(args)]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    arithmetic = func.overloadpacket in _ARITHMETIC and (func.overloadpacket is not aten.div or bool(floats))
+    known = arithmetic or len(floats) == len(tensors)
+    if kwargs or not known or func.overloadpacket in _TESTS or any(isinstance(value, complex) for value in args):
         return None
     if func._schema.is_mutable:
         return args[0] if func._schema.name.endswith("_") and isinstance(args[0], Tensor) else None
     shape = _broadcast([tensor.shape for tensor in tensors])
     # beside larger tensors, numbers and 0-dim tensors do not change the dtype of the result
-    dtype = _widest([tensor for tensor in tensors if tensor.ndim] or tensors)
+    floating = _widest([tensor for tensor in tensors if tensor.ndim] or tensors)
+    dtype = torch.result_type(*args[:2]) if arithmetic else floating
     if all(tensor.is_contiguous() for tensor in tensors if list(tensor.shape) == shape):
         return tensors[0].new_empty(shape, dtype=dtype)
     return tensors[0].new_empty_strided(shape, _strides([tensor.expand(shape) for tensor in tensors]), dtype=dtype)
@@ -159,6 +173,24 @@ def _compared(x: Tensor, number: float) -> Tensor:
     return _alike(x, dtype=torch.bool)
 
 
+def _where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    shape = _broadcast([condition.shape, x.shape, y.shape])
+    laid = _strides([tensor.expand(shape) for tensor in (condition, x, y)])
+    return condition.new_empty_strided(shape, laid, dtype=torch.result_type(x, y))
+
+
+def _gathered(x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(index.shape)
+
+
+def _in_place(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def _out(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out
+
+
 def _embedding(weight: Tensor, indices: Tensor, *_: Any) -> Tensor:
     return weight.new_empty((*indices.shape, weight.shape[1]))
 
@@ -174,6 +206,8 @@ def _value(x: Tensor) -> bool | int | float:
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
 
 
+_ARITHMETIC = frozenset((aten.add, aten.sub, aten.mul, aten.div, aten.bitwise_and))
+
 _TESTS = frozenset((aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite))
 _TESTS |= {aten.logical_and, aten.logical_or, aten.logical_not, aten.signbit, aten.isposinf, aten.isneginf}
 
@@ -187,8 +221,14 @@ _RULES: Mapping[Any, ShapeRule] = {
     aten.logsumexp.default: _logsumexp,
     aten.ge.Scalar: _compared,
     aten.lt.Scalar: _compared,
+    aten.ne.Scalar: _compared,
+    aten.where.self: _where,
+    aten.gather.default: _gathered,
+    aten.scatter_add_.default: _in_place,
+    aten.mm.out: _out,
     aten.embedding.default: _embedding,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten.sum.default: _reduced,
     aten.sum.dim_IntList: _reduced,
     aten.mean.dim: _reduced,
     aten.mean.default: _reduced,

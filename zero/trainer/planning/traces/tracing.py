@@ -26,6 +26,7 @@ from zero.core.activations import ACTIVATIONS, KEEP
 from zero.engine.forward import recomputed_call
 from zero.engine.memory import KeptTensor, OnHost
 from zero.engine.model import Body, Site, Splitting, attach, move_buffers
+from zero.losses import equal_chunks_once
 from zero.platform.device import Device
 from zero.trainer.planning.traces.operators import OperatorCounts, OperatorWork, Product, median
 
@@ -103,7 +104,7 @@ def trace(
 
     live = OperatorCounts([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
     attach(copied, splitting, lambda site: partial(call, site))
-    with torch.set_grad_enabled(backward), live:
+    with torch.set_grad_enabled(backward), live, equal_chunks_once(live.repeated):
         began_bytes = exchanged()
         result = loss(copied, microbatch)
         forward_bytes = exchanged() - began_bytes

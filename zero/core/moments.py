@@ -210,7 +210,7 @@ def add_random(bits: Tensor, key: int, start: int, left: int = 0) -> None:
 
 
 def mix(x: int) -> int:
-    """Return a 32-bit hash of the lower 32 bits of a number. `zero.platform.kernels` computes the same on a GPU.
+    """Return a 32-bit hash of the lower 32 bits of a number. `zero.platform.tiles` computes the same on a GPU.
 
     Source: the 32-bit hash of Wellons 2018, "Prospecting for Hash Functions".
     """

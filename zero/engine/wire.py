@@ -78,8 +78,6 @@ def unwire(runtime: Runtime) -> None:
 
 
 def _fetch(plan: Plan, routes: Routes, runtime: Runtime) -> Fetch:
-    if plan.precision.frozen is not None:
-        plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
     if not plan.facts.params_offloaded:
         return gathering(plan, routes)
     return (lending if plan.facts.params_on_host else reading)(plan, routes, runtime.store)

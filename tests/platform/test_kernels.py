@@ -92,13 +92,19 @@ class State:
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
         squares = [moment == SQUARES for moment in self.transform.moments]
         for start, stop in pairwise(cuts):
-            pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
+            count = len(self.pages) - len(self.forms)
+            values = [form.values_of(page) for form, page in zip(self.forms, self.pages[count:], strict=True)]
+            pieces = [form.page_of(moment[start:stop]) for form, moment in zip(self.forms, values, strict=True)]
+            pages = [*(page[start:stop] for page in self.pages[:count]), *pieces]
             device = self.param.device
             tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
             tables.append(permutation(device))
             rule, averages = made.rule, made.average is not None
             args = self.param[start:stop], pages, grad[start:stop], tables, keys, squares, averages, rule, tile_numel
             torch.ops.zero.update(*args)
+            for form, page, moment, piece in zip(self.forms, self.pages[count:], values, pieces, strict=True):
+                moment[start:stop] = form.values_of(piece)
+                page.copy_(form.page_of(moment))
 
     def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:
         places = [layout.pieces(0, layout.P)] if self.kept.draws else []

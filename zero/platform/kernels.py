@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from zero.core.layout import VECTOR
 from zero.platform.tiles import Kernel, add, expand, update
 
 
@@ -75,6 +76,7 @@ def _run_update(
         *tensors,
         average,
         *tables,
+        param.numel() // VECTOR,
         first_key,
         second_key,
         _rule(rule),

@@ -57,11 +57,24 @@ def _round_into(param, at, value, live):
 
 
 @Kernel
-def _decode(page, row, lane, live, SQUARES: tl.constexpr):
+def _lowest(page, row, count):
+    """Return a pointer to the exponent of each of `count` vectors, behind the codes of a row of 16 vectors."""
+    whole = row >> 4
+    return page + (whole * 1040 + tl.minimum(count - whole * 16, 16) * 64 + (row & 15))
+
+
+@Kernel
+def _codes(page, row, lane):
+    """Return a pointer to the codes of each vector."""
+    return page + (row * 64 + (row >> 4) * 16 + lane)
+
+
+@Kernel
+def _decode(page, row, count, lane, live, SQUARES: tl.constexpr):
     """Load a moment as fp32, see `zero.core.moments`."""
     if page.dtype.element_ty == tl.uint8:
-        lowest = tl.load(page + row * 65, live, other=0).to(tl.int32) << 23
-        code = tl.load(page + (row * 65 + 1 + lane), live, other=0).to(tl.int32)
+        lowest = tl.load(_lowest(page, row, count), live, other=0).to(tl.int32) << 23
+        code = tl.load(_codes(page, row, lane), live, other=0).to(tl.int32)
         if SQUARES:
             bits = (code << 20) + lowest
         else:
@@ -74,7 +87,7 @@ def _decode(page, row, lane, live, SQUARES: tl.constexpr):
 
 
 @Kernel
-def _encode(page, value, random, key, first, row, lane, live, SQUARES: tl.constexpr):
+def _encode(page, value, random, key, first, row, count, lane, live, SQUARES: tl.constexpr):
     """Store a moment, rounded with 16 random bits, see `zero.core.moments`; they change no zero, so none in a gap."""
     if page.dtype.element_ty == tl.float32:
         tl.store(page + (row * 64 + lane), value, live)
@@ -93,11 +106,11 @@ def _encode(page, value, random, key, first, row, lane, live, SQUARES: tl.conste
             code = tl.maximum(code - (lowest << 3), 0)
             if not SQUARES:
                 code += tl.where(bits < 0, 128, 0)
-            tl.store(page + row * 65, lowest.to(tl.uint8), live)
-            tl.store(page + (row * 65 + 1 + lane), code.to(tl.uint8), live)
+            tl.store(_lowest(page, row, count), lowest.to(tl.uint8), live)
+            tl.store(_codes(page, row, lane), code.to(tl.uint8), live)
 
 
-@partial(Kernel, do_not_specialize=["first_key", "second_key"])
+@partial(Kernel, do_not_specialize=["count", "first_key", "second_key"])
 def update(
     param,
     grad,
@@ -109,6 +122,7 @@ def update(
     tiles,
     numbers,
     random,
+    count,
     first_key,
     second_key,
     RULE: tl.constexpr,
@@ -144,16 +158,16 @@ def update(
     if MOMENTS == 0:
         new = RULE(old, gradient, group + 6)
     else:
-        old_first = _decode(first_moment, row, lane, live, FIRST_SQUARES)
+        old_first = _decode(first_moment, row, count, lane, live, FIRST_SQUARES)
         if MOMENTS == 1:
             new, new_first = RULE(old, gradient, group + 6, old_first)
         else:
-            old_second = _decode(second_moment, row, lane, live, SECOND_SQUARES)
+            old_second = _decode(second_moment, row, count, lane, live, SECOND_SQUARES)
             new, new_first, new_second = RULE(old, gradient, group + 6, old_first, old_second)
             new_second = tl.where(trains, new_second, old_second)
-            _encode(second_moment, new_second, random, key ^ second_key, first, row, lane, live, SECOND_SQUARES)
+            _encode(second_moment, new_second, random, key ^ second_key, first, row, count, lane, live, SECOND_SQUARES)
         new_first = tl.where(trains, new_first, old_first)
-        _encode(first_moment, new_first, random, key ^ first_key, first, row, lane, live, FIRST_SQUARES)
+        _encode(first_moment, new_first, random, key ^ first_key, first, row, count, lane, live, FIRST_SQUARES)
     new = tl.where(trains, new, old)
     if AVERAGES:
         mean = tl.load(average + at, live, other=0.0)

@@ -23,7 +23,7 @@ from zero.core.layout import Layout
 from zero.core.moments import permutation
 from zero.core.optim import SQUARES, Transform
 from zero.core.precision import Precision
-from zero.engine.gather.expand import tile_numel
+from zero.engine.gather import expansion_numel
 from zero.platform import kernels
 from zero.platform.cuda import TILE_NUMEL
 
@@ -170,9 +170,9 @@ def expand(name: str, dtype: torch.dtype, numel: int) -> Callable[[Run], None]:
     form = PACKED_FORMATS[name]
     codes = torch.zeros(form.nbytes(numel), dtype=torch.uint8)
     stored, values = (Layout.of({"x": (count,)}, world_size=1) for count in (codes.numel(), numel))
-    tables = [*fused.expansion(stored, values, tile_numel(TILE_NUMEL)), *form.tables(CPU)]
+    tables = [*fused.expansion(stored, values, expansion_numel(TILE_NUMEL)), *form.tables(CPU)]
     return lambda run: kernels._run_expand(
-        run, torch.zeros(values.P, dtype=dtype), codes, tables, form.rule, tile_numel(TILE_NUMEL)
+        run, torch.zeros(values.P, dtype=dtype), codes, tables, form.rule, expansion_numel(TILE_NUMEL)
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import zero
 from zero.core.layout import Layout, SlotPiece, key_of
-from zero.core.moments import ROUNDING_BLOCK, ROW, Bf16Moments, EightBitMoments, Moments, add_random
+from zero.core.moments import ROUNDING_BLOCK, ROW_NUMEL, Bf16Moments, EightBitMoments, Moments, add_random
 from zero.errors import ConfigError
 
 FORMS = (Bf16Moments(5), EightBitMoments(5), EightBitMoments(5).of_squares())
@@ -244,7 +244,8 @@ def test_no_cut_between_vectors_changes_a_bit_of_8_bits(sizes, form, seed):
         torch._foreach_copy_(list(moments), list(values.split([64 * size for size in sizes])))
     actual, expected = torch.cat([form.values_of(page) for page in pages]), form.values_of(whole)
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
-    assert torch.equal(torch.cat([form.page_of(part) for part in expected.split(ROW)]), whole), "pages can be joined"
+    joined = torch.cat([form.page_of(part) for part in expected.split(ROW_NUMEL)])
+    assert torch.equal(joined, whole), "pages can be joined"
 
 
 def test_other_dtypes_are_refused_and_a_mean_of_parameters_stays_in_fp32():

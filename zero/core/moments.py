@@ -46,10 +46,10 @@ ROUNDING_BLOCK = 2**16
 _NAN = 0x7FC00000
 """The bits of an fp32 NaN, as an integer."""
 
-ROW = 16 * VECTOR
+ROW_NUMEL = 16 * VECTOR
 """The elements of a row of 8-bit moments. A page of 4 KiB in fp32 has as many, so pages consist of whole rows."""
 
-_ROW_BYTES = ROW // VECTOR * (VECTOR + 1)
+_ROW_BYTES = ROW_NUMEL // VECTOR * (VECTOR + 1)
 
 _DROPPED = 20
 """Number of mantissa bits that the 8-bit format drops: 3 of 23 are kept."""

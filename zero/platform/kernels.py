@@ -93,9 +93,10 @@ def _run_update(
 def _run_add(
     run: Callable[..., None], total: Tensor, received: Tensor, own: Tensor, rank: int, accumulate: bool, tile_numel: int
 ) -> None:
+    """Run the kernel that adds the chunks of ranks, (W, S), for S in whole vectors, with bf16 tensors as their bits."""
     ranks, numel = received.shape
     received, own = (chunk.view(torch.int16) if chunk.dtype == torch.bfloat16 else chunk for chunk in (received, own))
-    run(add, -(-numel // tile_numel), total, received, own, numel, rank, ranks, accumulate, tile_numel)
+    run(add, -(-numel // tile_numel), total, received, own, numel // VECTOR, rank, ranks, accumulate, tile_numel)
 
 
 def _run_expand(

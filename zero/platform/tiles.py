@@ -183,14 +183,15 @@ def update(
         _round_into(param, at, new, live)
 
 
-@partial(Kernel, do_not_specialize=["rank"])
-def add(total, received, own, numel, rank, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr):
-    """Add one tile of the chunks of all ranks in rank order."""
+@partial(Kernel, do_not_specialize=["count", "rank"])
+def add(total, received, own, count, rank, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr):
+    """Add one tile of the chunks of all ranks, of `count` vectors each, in rank order."""
+    numel = tl.cast(count, tl.int64) * 64
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = at < numel
     value = _widened(own if rank == 0 else received, at, live)
     for source in range(1, RANKS):
-        value += _widened(own if source == rank else received + tl.cast(numel, tl.int64) * source, at, live)
+        value += _widened(own if source == rank else received + numel * source, at, live)
     if ACCUMULATE:
         value = tl.load(total + at, live, other=0.0) + value
     tl.store(total + at, value, live)

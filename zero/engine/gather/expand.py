@@ -10,13 +10,13 @@ from zero.core.fused import expansion
 from zero.engine.model import Flat
 from zero.engine.plan import Plan
 
-ROW_NUMEL = 16384
+MOST_NUMEL = 16384
 """The most values of a program of the kernel: a tile is in one row of codes."""
 
 
-def tile_numel(of_update: int) -> int:
-    """Return the number of values of a program, of `Device.tile_numel`; an update has twice the registers for each."""
-    return min(2 * of_update, ROW_NUMEL)
+def expansion_numel(tile_numel: int) -> int:
+    """Return the number of values of a program; an update of `tile_numel` elements takes more registers for each."""
+    return min(2 * tile_numel, MOST_NUMEL)
 
 
 class Expander:
@@ -24,7 +24,7 @@ class Expander:
 
     def __init__(self, plan: Plan) -> None:
         self._device, self._form = plan.world.compute, plan.precision.frozen
-        self._tile_numel = tile_numel(self._device.tile_numel)
+        self._tile_numel = expansion_numel(self._device.tile_numel)
         self._tables: dict[int, Sequence[Tensor]] = {}  # unit -> its tables on the device; empty without a kernel
         if self._form is None:
             return

@@ -14,7 +14,7 @@ from zero.core.fused import signed, tables
 from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
-from zero.core.moments import ROW, permutation
+from zero.core.moments import ROW_NUMEL, permutation
 from zero.core.optim import SQUARES, Fused, Hyper
 from zero.core.updates import PageBatch
 from zero.engine.plan import Part, Plan
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
         return self.first, self.first + self.grad_K.numel()
 
     def cut(self, start: int, stop: int) -> "Piece":
-        """Return the piece with elements [start, stop) of this piece; `start` is a multiple of `ROW`."""
+        """Return the piece with elements [start, stop) of this piece; `start` is a multiple of `ROW_NUMEL`."""
         numel = self.grad_K.numel()
         # a page may have several elements per parameter, or one for several parameters
         kept = [page[page.numel() * start // numel : page.numel() * stop // numel] for page in self.kept]
@@ -121,7 +121,7 @@ def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
     for piece in pieces:
         done, count = 0, piece.grad_K.numel()
         while done < count:
-            stop = min(count, done + (limit - numel) // ROW * ROW)
+            stop = min(count, done + (limit - numel) // ROW_NUMEL * ROW_NUMEL)
             if stop > done:
                 batch.append(piece if stop - done == count else piece.cut(done, stop))
             numel, done = numel + stop - done, stop

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from zero.core.layout import VECTOR
 from zero.core.sizes import round_up
 from zero.distributed.world import World
 
@@ -32,8 +31,8 @@ def across_nodes(world: World, operation: str) -> World:
 
 
 def partial_numel(world: World, numel: int) -> int:
-    """Return the number of elements of a node's sum on one rank: `numel` / L, rounded up to whole vectors per node."""
-    return round_up(-(-numel // world.size), VECTOR) * world.nodes
+    """Return the number of elements of a node's sum on one rank: `numel` / L, rounded up to equal parts per node."""
+    return -(-numel // world.size) * world.nodes
 
 
 def reused(flat: Tensor, dtype: torch.dtype, numel: int, *, start: int = 0) -> Tensor:

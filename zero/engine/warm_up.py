@@ -55,7 +55,7 @@ def _update(plan: Plan) -> None:
     assert rule is not None
     param, grad = (device.zeros(VECTOR, dtype) for dtype in (plan.precision.compute, plan.facts.grad_dtype))
     pages = [device.zeros(kept.numel(kind, VECTOR), dtype) for kind, dtype in kept.dtypes.items()]
-    numbers = device.zeros(GROUP_NUMBERS, torch.float32).view(1, -1)  # of a group that does not train
+    numbers = device.upload(torch.ones(1, GROUP_NUMBERS, dtype=torch.float32, device="cpu"))  # no division by zero
     rows = tables(Layout.of({"x": (VECTOR,)}, world_size=1), 0, VECTOR, device.tile_numel)
     piece = Piece(0, param, pages, grad, tuple(map(device.upload, rows)))
     run_kernel(rule, kept, Hyper(1, 1.0, (), table=numbers), device, piece)

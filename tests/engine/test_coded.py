@@ -149,6 +149,18 @@ def test_launches_on_a_gpu_do_not_grow_with_the_values_of_a_parameter(codec, fus
     assert (large["zero::expand"] > 0) == fused
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_one_launch_expands_all_parameters_of_a_unit():
+    def launches(units: tuple[str, ...]) -> int:
+        setting = Setting(precision="bf16", frozen="nf4", optimizer=zero.sgd, units=units)
+        state, step = setting.start(zero.open_world(), build)
+        state, _ = step(state, [small_batch(0, 6)])
+        return count_launches(lambda: step(state, [small_batch(1, 6)]))["zero::expand"]
+
+    with simulated_gpu(fused=True):
+        assert launches(("Small",)) in (1, 2), "one for each gather of the only unit, which has three such parameters"
+
+
 OFFLOADS = {
     "none": (),
     "cpu": (("preset", "cpu"), ("param", "cpu")),

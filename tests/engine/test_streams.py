@@ -809,7 +809,7 @@ NEEDED: dict[str, dict[str, str]] = {
     "engine/unit_move.py:UnitMove._copy ticket.wait": {"ticket": "moved from disk to disk"},
     "engine/unit_move.py:UnitMove.wait ticket.wait": {"ticket": "moved from host to disk"},
     "engine/unit_move.py:gather_values runtime.routes.gather().wait": {"collective": "moved from host to disk"},
-    "engine/gather/fetch.py:_expanding.expand handle.wait": {
+    "engine/gather/fetch.py:_expanding.start handle.wait": {
         "collective": "codes",
         "ticket": "codes, infinity, alone",
     },

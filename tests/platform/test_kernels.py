@@ -1,17 +1,14 @@
 """The kernels of a GPU give the bits of the operators. The interpreter of Triton runs them on a CPU."""
 
-import re
 from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import zero
+import zero.platform.kernels
 from zero.core import fused
 from zero.core.formats import PACKED_FORMATS
 from zero.core.kept import Kept
@@ -20,7 +17,6 @@ from zero.core.moments import permutation
 from zero.core.optim import SQUARES, Hyper, Transform
 from zero.core.precision import Precision
 from zero.core.updates import PageBatch
-from zero.platform import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -56,6 +52,14 @@ def patterns(numel: int, seed: int) -> Tensor:
     return torch.where(torch.arange(numel) % 8 == 5, edges.view(torch.float32), values)
 
 
+def flat_of(layout: Layout, seed: int) -> Tensor:
+    """`patterns` in the slots of a flat, and zeros in its gaps."""
+    values = patterns(layout.P, seed)
+    for start, stop in layout.gaps:
+        values[start:stop] = 0.0
+    return values
+
+
 class State:
     """Parameters with master and moments in their formats, and the two ways to update them."""
 
@@ -88,13 +92,19 @@ class State:
         keys = [fused.signed(key) for key in self.kept.keys(hyper.step)]
         squares = [moment == SQUARES for moment in self.transform.moments]
         for start, stop in pairwise(cuts):
-            pages = [page[page.numel() * start // layout.P : page.numel() * stop // layout.P] for page in self.pages]
+            count = len(self.pages) - len(self.forms)
+            values = [form.values_of(page) for form, page in zip(self.forms, self.pages[count:], strict=True)]
+            pieces = [form.page_of(moment[start:stop]) for form, moment in zip(self.forms, values, strict=True)]
+            pages = [*(page[start:stop] for page in self.pages[:count]), *pieces]
             device = self.param.device
             tables = [table.to(device) for table in (*fused.tables(layout, start, stop, tile_numel), numbers)]
             tables.append(permutation(device))
             rule, averages = made.rule, made.average is not None
             args = self.param[start:stop], pages, grad[start:stop], tables, keys, squares, averages, rule, tile_numel
             torch.ops.zero.update(*args)
+            for form, page, moment, piece in zip(self.forms, self.pages[count:], values, pieces, strict=True):
+                moment[start:stop] = form.values_of(piece)
+                page.copy_(form.page_of(moment))
 
     def by_operators(self, layout: Layout, grad: Tensor, hyper: Hyper, update: Callable[[PageBatch], None]) -> None:
         places = [layout.pieces(0, layout.P)] if self.kept.draws else []
@@ -113,7 +123,7 @@ def elementwise(transform: Transform) -> Callable[[PageBatch], None]:
     def update(batch: PageBatch) -> None:
         now, lr, decay = batch.settings, batch.settings.lr, batch.settings.weight_decay
         [param], [grad], moments = batch.params, batch.grads, [moment for [moment] in batch.moments]
-        grad = grad.div(torch.tensor(batch.divisor))
+        grad = grad.mul(1 / batch.divisor)
         if transform.name == "adamw":
             param.sub_(param.mul(lr * decay))
         elif transform.name in ("adam", "sgd"):
@@ -135,7 +145,7 @@ def elementwise(transform: Transform) -> Callable[[PageBatch], None]:
         (beta1, beta2), (mu, nu), [eps, *_] = now.betas, moments, transform.constants
         mu.mul_(beta1).add_(grad.mul(1 - beta1))
         nu.mul_(beta2).add_(grad.mul(1 - beta2).mul_(grad))
-        root = root_of(nu).div_(torch.tensor((1 - beta2**now.step) ** 0.5)).add_(torch.tensor(eps))
+        root = root_of(nu).mul_((1 - beta2**now.step) ** -0.5).add_(torch.tensor(eps))
         param.sub_(mu.mul(lr / (1 - beta1**now.step)).div_(root))
 
     def averaged(batch: PageBatch) -> None:
@@ -173,13 +183,9 @@ def states(name: str, precision: Precision, moments: str, layout: Layout, seed: 
     transform = zero.with_moments(
         OPTIMIZERS[name](groups=[zero.Group(["x"], lr=LR / 7, weight_decay=0.3)]), moments, seed=7
     )
-    made = [patterns(layout.P, seed + 1 + i) for i in range(len(transform.moments))]
+    made = [flat_of(layout, seed + 1 + i) for i in range(len(transform.moments))]
     made = [moment.abs() if kind == "nu" else moment for kind, moment in zip(transform.moments, made, strict=True)]
-    params = patterns(layout.P, seed)
-    for start, stop in layout.gaps:
-        for tensor in (params, *made):
-            tensor[start:stop] = 0.0
-    return State(transform, precision, params, made)
+    return State(transform, precision, flat_of(layout, seed), made)
 
 
 @pytest.mark.slow(keep=12)
@@ -190,7 +196,7 @@ def test_the_kernel_gives_the_bits_of_the_operators(name, master):
     precision = MASTERS[master]
     for step, (moments, dtype) in enumerate(product(("fp32", "bf16", "8bit"), {torch.float32, precision.compute}), 1):
         ours = states(name, precision, moments, LAYOUT, 10 * step)
-        theirs, grad = ours.clone(), patterns(LAYOUT.P, 10 * step + 5).to(dtype)
+        theirs, grad = ours.clone(), flat_of(LAYOUT, 10 * step + 5).to(dtype)
         hyper = hyper_of(ours.transform, step)
         ours.by_kernel(LAYOUT, grad, hyper, [0, 64, 256, LAYOUT.P])
         theirs.by_operators(LAYOUT, grad, hyper, elementwise(ours.transform))
@@ -198,46 +204,63 @@ def test_the_kernel_gives_the_bits_of_the_operators(name, master):
 
 
 def by_both(
-    name: str, numel: int, dtype: torch.dtype, tile_numel: int, device: torch.device = CPU
-) -> tuple[Tensor, Tensor]:
-    """The values of a parameter by the operators of the codec and by the kernel, as bits."""
-    codec = PACKED_FORMATS[name]
-    codes = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(numel)) / 7)
-    by_operators, by_kernel = torch.empty(numel, dtype=dtype), torch.zeros(numel + 1, dtype=dtype, device=device)
-    codec.expand(codes, by_operators)
-    torch.ops.zero.expand(by_kernel[:-1], codes.to(device), codec.tables(device), codec.rule, tile_numel)
-    assert by_kernel[-1] == 0
+    name: str, numels: list[int], dtype: torch.dtype, tile_numel: int, device: torch.device = CPU
+) -> list[tuple[Tensor, Tensor]]:
+    """The values of the parameters of a flat by the operators of the format and by the kernel, as bits."""
+    form = PACKED_FORMATS[name]
+    codes = [form.encode(torch.randn(n, generator=torch.Generator().manual_seed(n)) / 7) for n in numels]
+    values = Layout.of({str(i): (n,) for i, n in enumerate(numels)}, world_size=1)
+    stored = Layout.of({str(i): (n.numel(),) for i, n in enumerate(codes)}, world_size=1)
+    stored_P, values_P = torch.zeros(stored.P, dtype=torch.uint8), torch.zeros(values.P + 1, dtype=dtype, device=device)
+    for slot, part in zip(stored.slots, codes, strict=True):
+        slot.of(stored_P).copy_(part)
+    tables = [table.to(device) for table in fused.expansion(stored, values, tile_numel)]
+    torch.ops.zero.expand(values_P[:-1], stored_P.to(device), [*tables, *form.tables(device)], form.rule, tile_numel)
+    by_kernel = values_P.cpu()
+    for start, stop in (*values.gaps, (values.P, values.P + 1)):
+        assert not by_kernel[start:stop].any()
+    by_operators = [torch.empty(n, dtype=dtype) for n in numels]
+    for part, result in zip(codes, by_operators, strict=True):
+        form.expand(part, result)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
-    return by_operators.view(bits), by_kernel[:-1].cpu().view(bits)
+    return [
+        (ours.view(bits), slot.of(by_kernel).view(bits)) for ours, slot in zip(by_operators, values.slots, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("numel", "tile_numel"), [(1, 64), (333, 64), (16384, 4096), (40_001, 1024), (33_000, 65536)])
-@pytest.mark.parametrize("codec", PACKED_FORMATS)
-def test_the_kernel_expands_codes_to_the_bits_of_the_operators(codec, numel, tile_numel, dtype):
-    by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel)
-    assert torch.equal(by_kernel, by_operators)
+@pytest.mark.parametrize(
+    ("numels", "tile_numel"),
+    [([1], 64), ([333, 64, 0, 100], 64), ([16384, 5], 4096), ([40_001], 1024), ([7, 33_000], 16384)],
+)
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_the_kernel_expands_codes_to_the_bits_of_the_operators(name, numels, tile_numel, dtype):
+    for by_operators, by_kernel in by_both(name, numels, dtype, tile_numel):
+        assert torch.equal(by_kernel, by_operators)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "numel"), [("nf4", 333), ("int8", 256)])
 def test_the_kernel_expands_a_scale_that_is_nan_to_nan(name, numel, dtype):
     """A GPU's NaN is 0x7FFFFFFF, to which no rounding may be added."""
-    codec, values = PACKED_FORMATS[name], torch.zeros(numel, dtype=dtype)
-    codes = codec.encode(torch.ones(numel))
+    form = PACKED_FORMATS[name]
+    codes = form.encode(torch.ones(numel))
     codes[:4] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.uint8)
-    torch.ops.zero.expand(values, codes, codec.tables(values.device), codec.rule, 64)
-    assert values.isnan().all()
+    layouts = [Layout.of({"x": (count,)}, world_size=1) for count in (codes.numel(), numel)]
+    tables = [*fused.expansion(*layouts, 64), *form.tables(CPU)]
+    whole = torch.zeros(layouts[1].P, dtype=dtype)
+    torch.ops.zero.expand(whole, codes, tables, form.rule, 64)
+    assert whole[:numel].isnan().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", PACKED_FORMATS)
-def test_a_gpu_expands_codes_to_the_bits_of_the_operators(codec, dtype):
-    for numel, tile_numel in ((333, 64), (40_001, 1024), (3_000_000, 4096)):
-        by_operators, by_kernel = by_both(codec, numel, dtype, tile_numel, torch.device("cuda"))
-        assert torch.equal(by_kernel, by_operators)
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_a_gpu_expands_codes_to_the_bits_of_the_operators(name, dtype):
+    for numels, tile_numel in (([333, 1], 64), ([40_001, 64], 1024), ([3_000_000, 100], 4096)):
+        for by_operators, by_kernel in by_both(name, numels, dtype, tile_numel, torch.device("cuda")):
+            assert torch.equal(by_kernel, by_operators)
 
 
 @pytest.mark.gpu
@@ -247,7 +270,7 @@ def test_a_gpu_expands_codes_to_the_bits_of_the_operators(codec, dtype):
 def test_a_gpu_gives_the_bits_of_the_interpreter(name, master):
     for step, moments in enumerate(("fp32", "bf16", "8bit"), 1):
         here = states(name, MASTERS[master], moments, LAYOUT, 10 * step)
-        there, grad = here.clone(torch.device("cuda")), patterns(LAYOUT.P, 10 * step + 5)
+        there, grad = here.clone(torch.device("cuda")), flat_of(LAYOUT, 10 * step + 5)
         hyper = hyper_of(here.transform, step)
         here.by_kernel(LAYOUT, grad, hyper, [0, LAYOUT.P])
         there.by_kernel(LAYOUT, grad.cuda(), hyper, [0, 256, LAYOUT.P], tile_numel=1024)
@@ -258,7 +281,7 @@ def test_a_gpu_gives_the_bits_of_the_interpreter(name, master):
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_no_cut_and_no_tile_changes_a_bit(name, moments):
     whole = states(name, MASTERS["split"], moments, LAYOUT, 3)
-    grad, hyper = patterns(LAYOUT.P, 4), hyper_of(whole.transform, 2)
+    grad, hyper = flat_of(LAYOUT, 4), hyper_of(whole.transform, 2)
     parts = whole.clone()
     whole.by_kernel(LAYOUT, grad, hyper, [0, LAYOUT.P], tile_numel=64)
     parts.by_kernel(LAYOUT, grad, hyper, [0, 64, 192, 576, 1216, LAYOUT.P], tile_numel=1024)
@@ -272,7 +295,7 @@ def test_every_bf16_parameter_with_sampled_state(moments):
     ours = states("adamw", MASTERS["split"], moments, layout, 20)
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     ours.param[: 2**17].copy_(every.repeat(2))
-    theirs, grad = ours.clone(), patterns(layout.P, 25).bfloat16()
+    theirs, grad = ours.clone(), flat_of(layout, 25).bfloat16()
     hyper = hyper_of(ours.transform, 3)
     ours.by_kernel(layout, grad, hyper, [0, layout.P], tile_numel=2**16)
     theirs.by_operators(layout, grad, hyper, elementwise(ours.transform))
@@ -295,39 +318,3 @@ def test_five_steps_are_those_of_the_fused_kernels_of_torch(name):
         theirs.by_operators(layout, grad, hyper, transform.update)
     for first, second in zip(ours.values(), theirs.values(), strict=True):
         assert ((first - second).abs() <= 4 * 2.0**-23 * second.abs().clamp(min=1.0)).all()
-
-
-@pytest.mark.parametrize(("pages", "dtype"), [("*fp32", "*fp32"), ("*i16", "*i16"), ("*u8", "*i16"), ("*u8", "*fp16")])
-def test_every_operation_of_the_compiled_kernel_rounds_once(pages, dtype):
-    """Compile for an H100, which needs no GPU: no product is contracted with a sum, and no subnormal is flushed."""
-    names = kernels._update.arg_names
-    types = dict.fromkeys(names[:5], pages) | dict.fromkeys(("average", "numbers"), "*fp32")
-    types |= {"param": dtype, "grad": dtype}
-    types |= {"master": "*i16" if dtype == "*i16" else "*fp32", "first_key": "i32", "second_key": "i32"}
-    rule = kernels._rule(zero.adamw(LR).fused.rule)
-    constants = {"RULE": rule, "MOMENTS": 2, "FIRST_SQUARES": False, "SECOND_SQUARES": True}
-    constants |= {"AVERAGES": True, "SLOT_WIDTH": 8, "NUMBERS_WIDTH": fused.GROUP_NUMBERS, "ROWS": 16}
-    signature = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
-    source = ASTSource(kernels._update, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
-    assert {"div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"} <= operations
-    assert not [operation for operation in operations if re.search("fma|mad|ftz|approx", operation)]
-
-
-@pytest.mark.parametrize("dtype", ["*fp32", "*i16", "*fp16"])
-@pytest.mark.parametrize(("name", "needed"), [("nf4", ("mul", "add")), ("int8", ("mul",))])
-def test_every_operation_of_the_compiled_expansion_rounds_once(name, needed, dtype):
-    form = PACKED_FORMATS[name]
-    tables = form.tables(torch.device("cpu"))
-    types = {"values": dtype, "codes": "*u8", "numel": "i32", "FORM": "constexpr", "TILE": "constexpr"}
-    types |= dict.fromkeys(("first_table", "second_table"), "*fp32" if tables else "*u8")
-    constants = {"FORM": kernels._rule(form.rule), "TILE": 4096}
-    names = kernels._expand.arg_names
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in ("values", "numel")}
-    source = ASTSource(kernels._expand, {name: types[name] for name in names}, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    operations = set(re.findall(r"\b(\w+\.[\w.]*f32)\b", compiled.asm["ptx"]))
-    assert any({f"{name}{rounds}.f32" for name in needed} <= operations for rounds in (".rn", ""))
-    assert "st.global.v4.b32" in compiled.asm["ptx"], "16 bytes a store"
-    assert not [operation for operation in operations if re.search("fma|mad|ftz|approx", operation)]

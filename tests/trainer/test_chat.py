@@ -345,7 +345,7 @@ def test_ranks_that_share_rows_tell_documents_apart_also_for_a_model_that_does_n
     """transformers' GptOss sees all chats of a packed row; the attention of shared rows does not."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.2}
     folder = model_folder(tmp_path, family="gpt_oss", head_dim=8, num_key_value_heads=2, sliding_window=7, **experts)
-    rows = open_data(data, SEQ, 0, rows=4).batch(1, 0, 4)
+    rows = open_data(data, SEQ, 0).rows(0, 4)
 
     def new_model() -> Any:
         torch.manual_seed(0)

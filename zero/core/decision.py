@@ -21,12 +21,12 @@ class Decision(NamedTuple):
 
     Attributes:
         finite: whether the norm of the gradient is finite, 0-dim bool.
-        divisor: the divisor of gradients with the coefficient of clipping, 0-dim fp64.
+        inverse: the inverse of the divisor of gradients with the coefficient of clipping, 0-dim fp64.
         learn: function that waits for both and returns the divisor; None if the step makes no update.
     """
 
     finite: Tensor
-    divisor: Tensor
+    inverse: Tensor
     learn: Callable[[], float | None]
 
     @classmethod
@@ -45,10 +45,10 @@ class Decision(NamedTuple):
         clipped = divisor if isinstance(divisor, Tensor) else norm.new_full((), divisor)
         if limit is not None:
             clipped = divisor / (limit / (norm + EPSILON)).clamp(max=1.0)
-        return cls(norm.isfinite(), clipped, learn)
+        return cls(norm.isfinite(), clipped.reciprocal(), learn)
 
-    def applied(self, table: Tensor, trains: int, divisor: int) -> Tensor:
+    def applied(self, table: Tensor, trains: int, inverse: int) -> Tensor:
         """Write the decision to columns of the table of numbers, (groups, n) fp32; return the table."""
         table[:, trains].mul_(self.finite)
-        table[:, divisor].copy_(self.divisor)
+        table[:, inverse].copy_(self.inverse)
         return table

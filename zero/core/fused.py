@@ -1,4 +1,4 @@
-"""Tables that a fused kernel reads: where the parameters are in a piece, and the numbers of each group in one step."""
+"""Tables that kernels read: where the parameters are in a piece or flat, and the numbers of each group in one step."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from zero.core.layout import ONE_SETTING, VECTOR, Layout
 from zero.core.optim import Fused, Hyper
+from zero.core.sizes import round_up
 
-GROUP_NUMBERS = 13
-"""Numbers of a group: whether it trains, the divisor of gradients, the number of its update, two for the mean of
-parameters, at most eight of the optimizer."""
+GROUP_NUMBERS = 14
+"""Numbers of a group: those that `zero.core.updates` names, two for the mean of parameters, at most eight of the
+optimizer."""
 
 
 def tables(
@@ -24,21 +25,47 @@ def tables(
         settings: as in `Layout.segments`.
 
     Returns:
-        slots: (n, 8) int32, a row for each parameter: its first tile, first vector in the range, vectors with the gap,
-            first vector in the parameter, whole vectors and further elements of the parameter, key, index of settings.
+        slots: (n, 6) int32, a row for each parameter: its first tile, first vector in the range, vectors with the gap,
+            first vector in the parameter, key, index of settings.
         tiles: (tiles,) int32: the row of each tile.
     """
     rows = [
-        (first, last, slot.offset, slot.numel, signed(slot.key), settings.get(slot.name, slot.group))
+        (first, last, slot.offset, signed(slot.key), settings.get(slot.name, slot.group))
         for slot, first, last in layout.extents(start, stop)
     ]
-    first, last, offset, numel, key, number = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6).unbind(1)
+    first, last, offset, key, number = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5).unbind(1)
     vectors = (last - first) // VECTOR
-    tiles = -(-vectors * VECTOR // tile_numel)
-    begins = tiles.cumsum(0) - tiles, (first - start) // VECTOR
-    columns = *begins, vectors, (first - offset) // VECTOR, numel // VECTOR, numel % VECTOR, key, number
-    of_tiles = torch.arange(len(rows), dtype=torch.int32, device="cpu").repeat_interleave(tiles)
+    begins, of_tiles = _tiles(vectors, tile_numel)
+    columns = begins, (first - start) // VECTOR, vectors, (first - offset) // VECTOR, key, number
     return torch.stack(columns, 1).int(), of_tiles
+
+
+def expansion(stored: Layout, values: Layout, tile_numel: int) -> tuple[Tensor, Tensor]:
+    """Return the tables of the parameters of a flat in a packed format, each of which is cut into tiles.
+
+    Args:
+        stored: the layout of the codes, in bytes.
+        values: the layout of the values.
+
+    Returns:
+        slots: (n, 4) int32, a row for each parameter: its first tile, first vector of values, first 64 bytes of codes,
+            vectors with the gap.
+        tiles: (tiles,) int32: the row of each tile.
+    """
+    rows = [
+        (value.offset, code.offset, round_up(value.numel, VECTOR))
+        for code, value in zip(stored.slots, values.slots, strict=True)
+    ]
+    first, codes, vectors = (torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3) // VECTOR).unbind(1)
+    begins, of_tiles = _tiles(vectors, tile_numel)
+    return torch.stack((begins, first, codes, vectors), 1).int(), of_tiles
+
+
+def _tiles(vectors: Tensor, tile_numel: int) -> tuple[Tensor, Tensor]:
+    """Return the first tile of each row, and the row of each tile, for rows of `vectors`, (n,)."""
+    tiles = -(-vectors * VECTOR // tile_numel)
+    of_tiles = torch.arange(len(vectors), dtype=torch.int32, device="cpu").repeat_interleave(tiles)
+    return tiles.cumsum(0) - tiles, of_tiles
 
 
 def signed(key: int) -> int:
@@ -55,7 +82,7 @@ def numbers(fused: Fused | None, hyper: Hyper, first: int = 0) -> Tensor:
     """
     rows, average = [], 0.0 if fused is None else fused.average or 0.0
     for number, now in enumerate(hyper.groups):
-        row = now.trains, hyper.divisor, now.step, average, 1 - average
+        row = now.trains, 1 / hyper.divisor, now.step, hyper.divisor, average, 1 - average
         rule = fused.numbers(now) if fused is not None and now.trains and number >= first else ()
         rows.append((*row, *rule, *(0.0,) * (GROUP_NUMBERS - len(row) - len(rule))))
     return torch.tensor(rows, dtype=torch.float32, device="cpu")

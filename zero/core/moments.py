@@ -17,7 +17,11 @@ a mean of squares    5 bits of exponent: down to 2^-31 of the block's largest; n
 
 Smaller values are stored as the smallest of these, so their expected value is not exact. A mean of squares must not
 become zero, because updates divide by its root. A block is 64 aligned elements of the flat tensor: no cut divides it,
-and every parameter begins a new one.
+and every parameter begins a new one. A page consists of rows, the last of which may have fewer blocks:
+
+a row                the codes of 16 blocks, 64 bytes each; the exponents of these blocks, 1 byte each
+
+so that kernels read and write aligned words. A page is cut into pieces at rows.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1; Zamirai et al. 2020,
 "Revisiting BFloat16 Training", section 4; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"; Rouhani
@@ -28,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +45,11 @@ ROUNDING_BLOCK = 2**16
 
 _NAN = 0x7FC00000
 """The bits of an fp32 NaN, as an integer."""
+
+ROW_NUMEL = 16 * VECTOR
+"""The elements of a row of 8-bit moments. A page of 4 KiB in fp32 has as many, so pages consist of whole rows."""
+
+_ROW_BYTES = ROW_NUMEL // VECTOR * (VECTOR + 1)
 
 _DROPPED = 20
 """Number of mantissa bits that the 8-bit format drops: 3 of 23 are kept."""
@@ -141,30 +150,37 @@ class EightBitMoments(Moments):
         self, kept: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: str
     ) -> Iterator[Sequence[Tensor]]:
         page = one_after_another(kept)
-        flat = self.values_of(page)
+        rows = _rows(page, [tensor.numel() for tensor in kept])
+        flat = self._decoded(rows)
         numels = [tensor.numel() // (VECTOR + 1) * VECTOR for tensor in kept]
         yield list(flat.split(numels))
-        self._write(page, flat, lambda bits: _draw(bits.split(numels), places, self.key(key), _DROPPED - 16))
+        self._write(rows, flat, lambda bits: _draw(bits.split(numels), places, self.key(key), _DROPPED - 16))
         if len(kept) > 1:
             torch._foreach_copy_(list(kept), cut_as(kept, page))
 
     def page_of(self, values_K: Tensor) -> Tensor:
         page = values_K.new_empty(self.numel(values_K.numel()), dtype=torch.uint8)
-        self._write(page, values_K, lambda bits: bits.add_(1 << (_DROPPED - 1)))  # rounds to the nearest
+        rows = _rows(page, [page.numel()])
+        self._write(rows, values_K, lambda bits: bits.add_(1 << (_DROPPED - 1)))  # rounds to the nearest
         return page
 
     def values_of(self, page: Tensor) -> Tensor:
-        blocks = page.view(-1, VECTOR + 1)
-        lowest, codes = blocks[:, :1].to(torch.int32).bitwise_left_shift_(23), blocks[:, 1:].to(torch.int32)
+        return self._decoded(_rows(page, [page.numel()]))
+
+    def _decoded(self, rows: "_Rows") -> Tensor:
+        """Return the fp32 values, (K,), of rows."""
+        lowest = _in_blocks([part.to(torch.int32) for part in rows.lowest]).bitwise_left_shift_(23)
+        dtype = torch.int8 if self.signed else torch.uint8  # a sign stays the first bit in int32
+        codes = _in_blocks([part.view(dtype).to(torch.int32) for part in rows.codes])
         if not self.signed:
             return codes.bitwise_left_shift_(_DROPPED).add_(lowest).view(torch.float32).view(-1)
         sizes = codes.bitwise_and(0x7F)
         lowest = lowest * (sizes > 0)  # a code of zero is 0.0, without the block's exponent
         bits = sizes.bitwise_left_shift_(_DROPPED).add_(lowest)
-        return bits.bitwise_or_(codes.bitwise_and_(0x80).bitwise_left_shift_(24)).view(torch.float32).view(-1)
+        return bits.bitwise_or_(codes.bitwise_and_(-(2**31))).view(torch.float32).view(-1)
 
-    def _write(self, page: Tensor, values: Tensor, add: Callable[[Tensor], object]) -> None:
-        """Encode fp32 values into a page.
+    def _write(self, rows: "_Rows", values: Tensor, add: Callable[[Tensor], object]) -> None:
+        """Encode fp32 values, (K,), into rows.
 
         `add` gets the values' bits without sign, (K,) int32, and adds to the bits that will be dropped, for rounding.
         """
@@ -175,12 +191,47 @@ class EightBitMoments(Moments):
         # taken after rounding, which may raise the largest value of a block to the next power of two
         lowest = bits.amax(1, keepdim=True).bitwise_right_shift_(23 - _DROPPED).sub_(codes // 8 - 1)
         lowest.clamp_(min=0)
-        bits.sub_(lowest.bitwise_left_shift(23 - _DROPPED)).clamp_(min=0)
+        bits.sub_(lowest, alpha=1 << (23 - _DROPPED)).clamp_(min=0)
         if self.signed:
             bits.add_(values.view(-1, VECTOR).signbit(), alpha=128)
-        blocks = page.view(-1, VECTOR + 1)
-        blocks[:, :1].copy_(lowest)
-        blocks[:, 1:].copy_(bits)
+        for parts, made in ((rows.lowest, lowest), (rows.codes, bits)):
+            cuts = made.split([part.numel() // made.shape[1] for part in parts])
+            for part, cut in zip(parts, cuts, strict=True):
+                part.copy_(cut.view(part.shape))
+
+
+class _Rows(NamedTuple):
+    """Views of pages of 8-bit moments, one of each kind for all rows of equal length that follow each other."""
+
+    lowest: list[Tensor]
+    """The exponents of blocks, (rows, blocks, 1) each."""
+    codes: list[Tensor]
+    """The codes of blocks, (rows, blocks, 64) each."""
+
+
+def _rows(page: Tensor, sizes: Sequence[int]) -> _Rows:
+    """Return the rows of pages of `sizes` bytes, which follow each other in `page`."""
+    runs = [[0, _ROW_BYTES]]  # [bytes, bytes of a row]
+    for size in sizes:
+        if runs[-1][1] != _ROW_BYTES:
+            runs.append([0, _ROW_BYTES])
+        short = size % _ROW_BYTES
+        runs[-1][0] += size - short
+        if short:
+            runs.append([short, short])
+    runs = [run for run in runs if run[0]] or runs
+    views = _Rows([], [])
+    for part, (_, row) in zip(page.split([size for size, _ in runs]), runs, strict=True):
+        blocks = row // (VECTOR + 1)
+        codes, lowest = part.view(-1, row).split_with_sizes([blocks * VECTOR, blocks], 1)
+        views.lowest.append(lowest.unsqueeze(2))
+        views.codes.append(codes.unflatten(1, (blocks, VECTOR)))
+    return views
+
+
+def _in_blocks(parts: Sequence[Tensor]) -> Tensor:
+    """Return the blocks of rows one below the other, (blocks, n)."""
+    return one_after_another([part.view(-1, part.shape[2]) for part in parts])
 
 
 def _draw(bits: Sequence[Tensor], places: Sequence[Sequence[SlotPiece]], key: int, left: int = 0) -> None:
@@ -210,7 +261,7 @@ def add_random(bits: Tensor, key: int, start: int, left: int = 0) -> None:
 
 
 def mix(x: int) -> int:
-    """Return a 32-bit hash of the lower 32 bits of a number. `zero.platform.kernels` computes the same on a GPU.
+    """Return a 32-bit hash of the lower 32 bits of a number. `zero.platform.tiles` computes the same on a GPU.
 
     Source: the 32-bit hash of Wellons 2018, "Prospecting for Hash Functions".
     """

@@ -52,7 +52,7 @@ class Hyper(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """An update in the kernel of `zero.platform.kernels`, which compiles the function `tile` into itself."""
+    """An update in the kernel of `zero.platform.tiles`, which compiles the function `tile` into itself."""
 
     tile: Callable[..., Any]
     """Function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes parameters,

@@ -1,4 +1,4 @@
-"""Functions in Triton's language that kernels of `zero.platform.kernels` compile into themselves.
+"""Functions in Triton's language that kernels of `zero.platform.tiles` compile into themselves.
 
 The file of an optimizer or a format has such a function and does not import Triton: the kernel gives it the name `tl`.
 """

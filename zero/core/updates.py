@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 TensorList = list[Tensor]
-TRAINS, DIVISOR, STEP = 0, 1, 2
-"""The places of these numbers in a row of `zero.core.fused.numbers`."""
+TRAINS, INVERSE, STEP, DIVISOR = 0, 1, 2, 3
+"""The places of these numbers in a row of `zero.core.fused.numbers`. `INVERSE` is the inverse of the divisor,
+which kernels read; `DIVISOR` is read by operators, and lacks the clipping of a step that the device decides."""
 
 
 class GroupSettings(NamedTuple):
@@ -59,8 +60,9 @@ class PageBatch(NamedTuple):
         return None if self.divisor == 1.0 else self._scalar(DIVISOR, self.divisor)
 
     def divide_grads(self) -> None:
+        """Multiply the gradients by the inverse of the divisor, as the kernel does, which divides more slowly."""
         if self.divisor != 1.0:
-            torch._foreach_div_(self.grads, self.divisor)
+            torch._foreach_mul_(self.grads, 1 / self.divisor)
 
     def _scalar(self, place: int, value: float) -> Tensor:
         """Return a number of the row; on another device than the row's, make a tensor of `value`."""

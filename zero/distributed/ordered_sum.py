@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from zero.core.layout import VECTOR
 from zero.platform.device import Device
 
 
@@ -29,7 +30,8 @@ def ordered_sum(
         device: the device that adds; None: a CPU.
     """
     own_S = chunks_WS[rank] if own_S is None else own_S
-    if device is not None and device.tile_numel and sum_S.dtype == torch.float32 and device.is_home_of(sum_S):
+    fits = sum_S.dtype == torch.float32 and sum_S.numel() % VECTOR == 0  # as the shards of flats
+    if device is not None and device.tile_numel and fits and device.is_home_of(sum_S):
         torch.ops.zero.add_in_order(sum_S, chunks_WS, own_S, rank, accumulate, device.tile_numel)
         return
     chunks = [own_S if row == rank else chunk for row, chunk in enumerate(chunks_WS.unbind())]

@@ -13,6 +13,7 @@ from zero.engine.memory import InPlace, OnHost
 from zero.engine.plan import Plan
 from zero.engine.runtime import Runtime
 from zero.engine.update import Gradients, PagedGradients, Updater
+from zero.engine.warm_up import warm_up
 
 
 def open_routes(runtime: Runtime, plan: Plan) -> None:
@@ -45,6 +46,7 @@ def wire(runtime: Runtime, plan: Plan) -> None:
     runtime.residency, runtime.reducer, runtime.backward = residency, reducer, backward
     runtime.gradients, runtime.updater = gradients, updater
     set_activations(runtime, plan)
+    warm_up(plan, updates=any(part.tables for unit in units for part in unit.parts))
 
 
 def set_activations(runtime: Runtime, plan: Plan) -> None:
@@ -78,8 +80,6 @@ def unwire(runtime: Runtime) -> None:
 
 
 def _fetch(plan: Plan, routes: Routes, runtime: Runtime) -> Fetch:
-    if plan.precision.frozen is not None:
-        plan.precision.frozen.tables(plan.world.device)  # created now, so that streams do not each create one later
     if not plan.facts.params_offloaded:
         return gathering(plan, routes)
     return (lending if plan.facts.params_on_host else reading)(plan, routes, runtime.store)

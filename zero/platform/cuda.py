@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.core.layout import VECTOR
 from zero.errors import MachineError, in_short
 from zero.platform.device import Clock, Device, Event, Moment, work_alone
 from zero.platform.numa import bind_near
@@ -211,7 +212,7 @@ def _has_kernels(device: torch.device) -> bool:
         return False  # a device without a number is only planned for
     try:
         import_module("zero.platform.kernels")
-        total, chunks_WS = torch.zeros(1, device=device), torch.zeros(1, 1, device=device)
+        total, chunks_WS = torch.zeros(VECTOR, device=device), torch.zeros(1, VECTOR, device=device)
         torch.ops.zero.add_in_order(total, chunks_WS, chunks_WS[0], 0, False, TILE_NUMEL)
         torch.cuda.synchronize(device)
     except Exception as error:  # an error of an import, a compiler, a cache or a driver

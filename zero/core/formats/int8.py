@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, fp32_numbers, of_fp32
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
@@ -20,14 +20,21 @@ if TYPE_CHECKING:
 
 
 def tile(
-    codes: "Tile", _first_table: "Tile", _second_table: "Tile", numel: "Tile", first: "Tile", lane: "Tile"
+    codes: "Tile",
+    _first_table: "Tile",
+    _second_table: "Tile",
+    count: "Tile",
+    first: "Tile",
+    vector: "Tile",
+    lane: "Tile",
 ) -> "Tile":
-    """Return a tile of values; a row has 256 values in 260 bytes, and a tile has some rows."""
-    at = first + lane
-    live = at < numel
-    row = tl.minimum(at, numel - 1) // 256
-    scale = bytes_as_fp32(codes + row * 260)
-    code = tl.load(codes + row * 260 + 4 + at % 256, live, other=0).to(tl.int8, bitcast=True)
+    """Return a tile of values; a row has 4 vectors in 260 bytes, and a tile has some rows."""
+    row = first // 4
+    live = first + vector < count
+    vector += first - row * 4
+    codes += row.to(tl.int64) * 260 + vector // 4 * 260
+    scale = tl.load(of_fp32(codes), live, other=0.0)
+    code = tl.load(codes + (4 + vector % 4 * 64 + lane), live, other=0).to(tl.int8, bitcast=True)
     return code.to(tl.float32) * scale * 0.007874015718698502  # 1 / 127 in fp32
 
 

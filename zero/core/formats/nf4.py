@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, bytes_as_fp32, fp32_numbers
+from zero.core.formats.packed import LEAST_DIVISOR, PackedFormat, fp32_numbers, of_fp32
 from zero.core.layout import VECTOR
 
 if TYPE_CHECKING:
@@ -34,17 +34,19 @@ NORMAL_FLOAT = (
 """The 16 values of nf4, in units of a block's largest magnitude."""
 
 
-def tile(codes: "Tile", pairs: "Tile", dynamic: "Tile", numel: "Tile", first: "Tile", lane: "Tile") -> "Tile":
-    """Return a tile of values; it is in one row, of 16,384 values in 8,456 bytes."""
-    row = first // 16384
-    begin = codes + row * 8456
-    vectors = tl.minimum((numel + 63) // 64 - row * 256, 256)
-    lane = first % 16384 + lane
-    live = row * 16384 + lane < numel
-    number = tl.load(dynamic + tl.load(begin + 8 + lane // 64, live, other=0).to(tl.int32))
-    scale = number * bytes_as_fp32(begin + 4) + bytes_as_fp32(begin)
-    code = tl.load(begin + 8 + vectors + lane // 2, live, other=0).to(tl.int32)
-    return tl.load(pairs + code * 2 + lane % 2) * scale
+def tile(
+    codes: "Tile", pairs: "Tile", dynamic: "Tile", count: "Tile", first: "Tile", vector: "Tile", lane: "Tile"
+) -> "Tile":
+    """Return a tile of values; it is in one row, of 256 vectors in 8,456 bytes."""
+    row = first // 256
+    codes += row.to(tl.int64) * 8456
+    count = tl.minimum(count - row * 256, 256)
+    vector += first - row * 256
+    live = vector < count
+    number = tl.load(dynamic + tl.load(codes + (8 + vector), live, other=0).to(tl.int32))
+    scale = number * tl.load(of_fp32(codes + 4)) + tl.load(of_fp32(codes))
+    code = tl.load(codes + (8 + count + vector * 32 + lane // 2), live, other=0).to(tl.int32)
+    return tl.load(pairs + (code * 2 + lane % 2)) * scale
 
 
 class NormalFloat4(PackedFormat):

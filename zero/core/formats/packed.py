@@ -5,7 +5,7 @@ block alone, so each rank makes only the bytes that it keeps, and no cut of the 
 shorter, in steps of 64 values. Expanding rounds in fp32 after each product and sum, last to the result's dtype.
 
 A format is a file beside this one: its sizes, its functions from values to rows and back, and its function for the
-kernel of `zero.platform.kernels`, which expands a tile of values.
+kernel of `zero.platform.tiles`, which expands a tile of values.
 """
 
 from abc import ABC, abstractmethod
@@ -43,9 +43,10 @@ class PackedFormat(ABC):
         vector_bytes: bytes of a row for each 64 values.
         moved_bytes: bytes of memory that operators could read and write in the time that they take to expand a value;
             measured on an EPYC core that copies 27 GB/s.
-        tile: function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes pointers to
-            codes and to two of `tables`, the number of values, the first value of a tile, and the numbers in the tile,
-            at most 16,384; it returns the values. None: operators expand the format on every device.
+        tile: function of a module in Triton's language, whose name `tl` it gets from the kernel. It takes pointers to a
+            parameter's codes, which begin at a multiple of 64 bytes, and to two of `tables`, the number of the
+            parameter's vectors of 64 values, the first vector of a tile, the numbers of its at most 256 vectors, and of
+            the values in a vector; it returns the values. None: operators expand the format on every device.
     """
 
     name: ClassVar[str]
@@ -176,8 +177,6 @@ def fp32_numbers(head: Tensor) -> Tensor:
     return head.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-def bytes_as_fp32(pointer: "Tile") -> "Tile":
-    """Load 4 bytes, which need not be aligned, as an fp32 number; for functions `tile`."""
-    bits = tl.load(pointer).to(tl.int32) | (tl.load(pointer + 1).to(tl.int32) << 8)
-    bits |= (tl.load(pointer + 2).to(tl.int32) << 16) | (tl.load(pointer + 3).to(tl.int32) << 24)
-    return bits.to(tl.float32, bitcast=True)
+def of_fp32(pointer: "Tile") -> "Tile":
+    """Return a pointer to bytes, which are aligned, as one to fp32 numbers; for functions `tile`."""
+    return pointer.to(tl.pointer_type(tl.float32), bitcast=True)

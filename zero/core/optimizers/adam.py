@@ -117,9 +117,9 @@ def _update(kernel: Callable[..., None], eps: float, batch: PageBatch) -> None:
 
 def _numbers(decoupled: bool, eps: float, now: GroupSettings) -> tuple[float, ...]:
     lr, decay, (beta1, beta2) = now.lr, now.weight_decay, now.betas
-    step_size, bias_correction = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** 0.5
+    step_size, by_bias = lr / (1 - beta1**now.step), (1 - beta2**now.step) ** -0.5
     shrink = lr * decay if decoupled else decay
-    return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, bias_correction, eps
+    return step_size, shrink, beta1, 1 - beta1, beta2, 1 - beta2, by_bias, eps
 
 
 def _tile(param: "Tile", gradient: "Tile", numbers: "Tile", mean: "Tile", square: "Tile") -> "tuple[Tile, Tile, Tile]":
@@ -137,7 +137,7 @@ def _descend(
 ) -> "tuple[Tile, Tile, Tile]":
     mean = mean * tl.load(numbers + 2) + gradient * tl.load(numbers + 3)
     square = square * tl.load(numbers + 4) + gradient * tl.load(numbers + 5) * gradient
-    root = tl.div_rn(tl.sqrt_rn(square), tl.load(numbers + 6)) + tl.load(numbers + 7)
+    root = tl.sqrt_rn(square) * tl.load(numbers + 6) + tl.load(numbers + 7)
     return param - tl.div_rn(mean * tl.load(numbers), root), mean, square
 
 

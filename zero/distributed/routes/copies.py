@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero.distributed.routes.node import SumsByNode, sum_received
+from zero.distributed.routes.node import SumsByNode, chunks, sum_received
 from zero.distributed.routes.nodes import across_nodes, reused, within_node
 from zero.distributed.routes.parts import Queue
 from zero.distributed.routes.route import GatherRequest, GatherRoute, Received, SumRequest, SumRoute
@@ -66,4 +66,4 @@ def _sum_received(world: World, numel: int, sent_bytes: int, travels_bytes: int)
 
 
 GATHER = GatherRoute(_open_gather, _gather_received)
-SUM = SumRoute(lambda world, queue, travels: _Sums(world, travels, queue).start, _sum_received, by_node=True)
+SUM = SumRoute(lambda world, queue, travels: _Sums(world, travels, queue).start, _sum_received, chunks, by_node=True)

@@ -25,4 +25,4 @@ def _received(world: World, numel: int, sent_bytes: int, _: int) -> Received:
     return Received(received, received / world.local_size if world.nodes > 1 else 0)
 
 
-SUM = SumRoute(_open, _received, backend_adds=True)
+SUM = SumRoute(_open, _received, lambda _: (1,), backend_adds=True)

@@ -107,5 +107,11 @@ def sum_received(world: World, numel: int, sent_bytes: int, travels_bytes: int, 
     return Received(numel * sent_bytes * (world.local_size - 1) / world.local_size + wire, wire)
 
 
+def chunks(world: World) -> tuple[int, ...]:
+    return world.local_size, world.nodes
+
+
 GATHER = GatherRoute(lambda world, queue: _Gathers(world, queue).start, _gather_received, by_node=True)
-SUM = SumRoute(lambda world, queue, travels: SumsByNode(world, travels, queue).start, sum_received, by_node=True)
+SUM = SumRoute(
+    lambda world, queue, travels: SumsByNode(world, travels, queue).start, sum_received, chunks, by_node=True
+)

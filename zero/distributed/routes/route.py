@@ -66,6 +66,7 @@ class SumRoute:
             function that starts a sum. Collective.
         received: takes the world, the number of elements that are added, and the bytes of an element as it is sent
             first, and as a node's sum; returns the bytes that a rank receives in sums.
+        chunks: takes the world; returns the numbers of chunks that a rank adds at once: of gradients, of nodes' sums.
         by_node: whether the ranks of a node add first, for which a rank needs a buffer of `partial_numel` elements.
         backend_adds: whether the backend adds, in the dtype in which gradients are sent; a rank then receives S
             elements, else P.
@@ -73,6 +74,7 @@ class SumRoute:
 
     open: Callable[[World, Queue, torch.dtype], Callable[[SumRequest], Handle]]
     received: Callable[[World, int, int, int], Received]
+    chunks: Callable[[World], tuple[int, ...]]
     by_node: bool = False
     backend_adds: bool = False
 

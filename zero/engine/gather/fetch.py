@@ -16,11 +16,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from zero.core.formats import EXPANDED_AT_ONCE
 from zero.distributed.routes import Routes
 from zero.distributed.world import Handle
+from zero.engine.gather.expand import Expander
 from zero.engine.memory import load_page
-from zero.engine.model import Flat
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.platform.device import PASSED, Device
@@ -35,10 +34,11 @@ Its arguments are the unit, the buffer, the tickets of the unit's update, and wh
 
 def gathering(plan: Plan, routes: Routes) -> Fetch:
     """Return a Fetch for shards in device memory."""
+    shards_of = partial(_shards, plan, routes, Expander(plan))
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         handles: list[Handle] = []
-        for shard in _shards(plan, routes, unit, full):
+        for shard in shards_of(unit, full):
             kept = unit.shards[shard.number]
             assert kept is not None
             own_S = kept if kept.numel() == shard.own_S.numel() else kept[slice(*shard.extent)]
@@ -50,10 +50,10 @@ def gathering(plan: Plan, routes: Routes) -> Fetch:
 
 def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     """Return a Fetch for shards on disk; the read of this rank's pages starts immediately."""
-    device = plan.world.compute
+    device, shards_of = plan.world.compute, partial(_shards, plan, routes, Expander(plan))
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
-        return [handle for shard in _shards(plan, routes, unit, full) for handle in shard.arrived(read(shard))]
+        return [handle for shard in shards_of(unit, full) for handle in shard.arrived(read(shard))]
 
     def read(shard: _Shard) -> list[Handle]:
         reads = [
@@ -75,7 +75,7 @@ def reading(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
 
 def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
     """Return a Fetch for shards in host memory. The device copies them, adjacent pages in one copy."""
-    device = plan.world.compute
+    device, shards_of = plan.world.compute, partial(_shards, plan, routes, Expander(plan))
 
     def fetch(unit: UnitState, full: Tensor, tickets: Sequence[Ticket], changing: bool) -> list[Handle]:
         def copy_and_gather(shard: _Shard) -> list[Handle]:
@@ -90,7 +90,7 @@ def lending(plan: Plan, routes: Routes, store: PrefetchStore) -> Fetch:
             return [shard.gather(shard.own_S)]
 
         handles: list[Handle] = []
-        for shard in _shards(plan, routes, unit, full):
+        for shard in shards_of(unit, full):
             started = [Later(device, partial(copy_and_gather, shard))] if changing else copy_and_gather(shard)
             handles += shard.arrived(started)
         return handles
@@ -118,7 +118,7 @@ class _Shard(NamedTuple):
     arrived: Callable[[Sequence[Handle]], Sequence[Handle]]
 
 
-def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_Shard]:
+def _shards(plan: Plan, routes: Routes, expander: Expander, unit: UnitState, full: Tensor) -> list[_Shard]:
     """Return the shards of the unit's flats that are not empty."""
     shards = []
     for number, flat in enumerate(unit.spec.flats):
@@ -128,7 +128,8 @@ def _shards(plan: Plan, routes: Routes, unit: UnitState, full: Tensor) -> list[_
         if flat.form is not None:
             room = full[unit.spec.full_numel :].view(torch.uint8)
             full_P = room if room.numel() else cast(Tensor, unit.shards[number])  # see `Sizes.buffer_numel`
-            arrived = partial(_expanding, plan.world.compute, flat, full_P, flat.of(full))
+            expand = partial(expander.expand, unit.index, flat, full_P, flat.of(full))
+            arrived = partial(_expanding, plan.world.compute, expand)
         extent = flat.stored.shard(plan.rank)
         pages = [Page(unit.index, flat.kind, n) for n in range(len(plan.pages.cut(flat.stored.S)))]
         gather = partial(
@@ -146,26 +147,16 @@ def _unchanged(handles: Sequence[Handle]) -> Sequence[Handle]:
     return handles
 
 
-def _expanding(
-    device: Device, flat: Flat, stored_P: Tensor, values_P: Tensor, handles: Sequence[Handle]
-) -> Sequence[Handle]:
+def _expanding(device: Device, expand: Callable[[], None], handles: Sequence[Handle]) -> Sequence[Handle]:
     """Return the handle of the expansion of a flat in a packed format, which waits for `handles`."""
-    form = flat.form
-    assert form is not None
 
-    def expand() -> list[Handle]:
+    def start() -> list[Handle]:
         for handle in handles:
             handle.wait()
-        tables = form.tables(device.device)
-        for stored, slot in zip(flat.stored.slots, flat.values.slots, strict=True):
-            codes, values = stored_P[stored.offset : stored.stop], values_P[slot.offset : slot.stop]
-            if device.tile_numel and form.rule:
-                torch.ops.zero.expand(values, codes, tables, form.rule, device.tile_numel)
-            else:
-                form.expand(codes, values, max(EXPANDED_AT_ONCE, device.sum_numel))
+        expand()
         return []
 
-    return [Later(device, expand)]
+    return [Later(device, start)]
 
 
 class Later:

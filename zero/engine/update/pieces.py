@@ -14,7 +14,7 @@ from zero.core.fused import signed, tables
 from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
-from zero.core.moments import permutation
+from zero.core.moments import ROW_NUMEL, permutation
 from zero.core.optim import SQUARES, Fused, Hyper
 from zero.core.updates import PageBatch
 from zero.engine.plan import Part, Plan
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
         return self.first, self.first + self.grad_K.numel()
 
     def cut(self, start: int, stop: int) -> "Piece":
-        """Return the piece with elements [start, stop) of this piece."""
+        """Return the piece with elements [start, stop) of this piece; `start` is a multiple of `ROW_NUMEL`."""
         numel = self.grad_K.numel()
         # a page may have several elements per parameter, or one for several parameters
         kept = [page[page.numel() * start // numel : page.numel() * stop // numel] for page in self.kept]
@@ -111,16 +111,21 @@ def run_kernel(fused: Fused, kept: Kept, hyper: Hyper, device: Device, piece: Pi
 
 
 def _batches(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Yield the elements of `pieces` in the same order, in batches of `limit` elements; the last may have fewer."""
+    """Yield the elements of `pieces` in the same order, in batches of at most `limit` elements, cut at rows of moments.
+
+    Args:
+        limit: a multiple of the elements of a row.
+    """
     batch: list[Piece] = []
     numel = 0
     for piece in pieces:
         done, count = 0, piece.grad_K.numel()
         while done < count:
-            stop = min(count, done + limit - numel)
-            batch.append(piece if stop - done == count else piece.cut(done, stop))
+            stop = min(count, done + (limit - numel) // ROW_NUMEL * ROW_NUMEL)
+            if stop > done:
+                batch.append(piece if stop - done == count else piece.cut(done, stop))
             numel, done = numel + stop - done, stop
-            if numel == limit:
+            if done < count:
                 yield batch
                 batch, numel = [], 0
     if batch:

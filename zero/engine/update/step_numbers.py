@@ -11,7 +11,7 @@ from zero.core.fused import numbers
 from zero.core.layout import Slot
 from zero.core.optim import Hyper
 from zero.core.update_counts import UpdateCounts
-from zero.core.updates import DIVISOR, TRAINS, GroupSettings
+from zero.core.updates import INVERSE, TRAINS, GroupSettings
 from zero.engine.plan import Plan
 from zero.engine.unit_state import UnitState
 from zero.errors import if_it_fails
@@ -64,7 +64,7 @@ class StepNumbers:
         with if_it_fails(self.counts.undo):  # the device may have no memory
             table = self._device.upload(numbers(self.fused, hyper, 0 if rule is None else rule.groups))
             if hyper.decision is not None:
-                table = hyper.decision.applied(table, TRAINS, DIVISOR)
+                table = hyper.decision.applied(table, TRAINS, INVERSE)
         self.decided = hyper._replace(table=table)
         return self.decided
 

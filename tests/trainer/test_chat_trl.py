@@ -22,7 +22,8 @@ import train  # noqa: E402
 from tests.trainer.test_chat import CHATML, MARKED, assistant, chats, documents, model_folder, user  # noqa: E402
 from zero.trainer.data import open_data  # noqa: E402
 from zero.trainer.data.chat.encoder import ChatEncoder, Encoded  # noqa: E402
-from zero.trainer.data.chat.records import Record, chat_of  # noqa: E402
+from zero.trainer.data.chat.formats import chat_of  # noqa: E402
+from zero.trainer.data.records import Record  # noqa: E402
 from zero.trainer.data.source import ChatConfig  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL and transformers
@@ -144,7 +145,7 @@ def test_losses_of_train_py_are_those_of_trl(llama, name, packed, tmp_path, monk
     records = [{"messages": record["messages"]} for record in chats(16) if len(record["messages"]) > 1]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
     data = {"path": "chats.jsonl", "cache": "cache", "template": str(template_of(name, tmp_path)), "holdout": 1e-9}
-    opened = open_data(ChatConfig(**data, tokenizer=str(llama)), SEQ, 0, rows=1)
+    opened = open_data(ChatConfig(**data, tokenizer=str(llama)), SEQ, 0)
     held = documents(opened.validation(0, opened.validation_rows))
     marked = template_of("marked", tmp_path)
     pairs = zip(records, by_trl(llama, marked, records, assistant_only_loss=True), strict=True)

@@ -1,6 +1,8 @@
 """The best checkpoint, early stop, and validation before the first step; with losses that the test chooses."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,47 @@ def test_a_validation_before_the_first_step(here, losses):
     assert train.main([*TINY, "steps=4", "val.at_start=true", "checkpoint.every=4", "hydra.run.dir=run"]) == 0
     rows = [(row["step"], row["val/loss"]) for row in rows_of(here / "run")]
     assert [row for row in rows if row[1] is not None] == [(0, 6.0), (2, 5.0), (4, 4.0)]
+    first = rows_of(here / "run")[0]
+    assert (first["step"], first["speed/step_s"], first["train/loss"]) == (0, None, None)
     losses += [3.0]
     again = ["steps=6", "val.at_start=true", "resume=run", "hydra.run.dir=again"]
     assert train.main([*TINY, *again]) == 0
     assert [row["step"] for row in rows_of(here / "again") if row["val/loss"] is not None] == [6]
+
+
+def test_a_run_that_patience_ended_goes_on_with_new_patience(here, losses):
+    losses += [3.0, 4.0, 4.0]
+    words = ["val.patience=2", "checkpoint.every=30"]
+    assert train.main([*TINY, *words, "steps=40", "hydra.run.dir=first"]) == 0
+    losses += [5.0, 2.0, float("nan"), 2.5]
+    assert train.main([*TINY, *words, "steps=40", "resume=first", "hydra.run.dir=again"]) == 0
+    assert (summary_of("again")["steps"], summary_of("again")["best_val_step"]) == (14, 10)
+    assert summary_of("again")["exit_reason"] == "val.patience reached"
+
+
+def test_a_loss_on_other_validation_data_is_not_compared(here, losses):
+    losses += [1.0]
+    assert train.main([*TINY, "steps=2", "checkpoint.every=2", "hydra.run.dir=first"]) == 0
+    losses += [5.0, 4.0, 3.0]
+    words = ["steps=8", "val.rows=3", "val.patience=2", BEST, "resume=first", "hydra.run.dir=again"]
+    assert train.main([*TINY, *words]) == 0
+    assert (summary_of("again")["exit_reason"], summary_of("again")["best_val_step"]) == ("finished", 8)
+    assert best_of(here / "again" / "checkpoints") == 8
+
+
+def test_ctrl_c_saves_a_run_that_keeps_its_best_checkpoint(here, losses, monkeypatch):
+    losses += [1.0] * 50
+    real = loop.Run.microbatches
+
+    def interrupted(run):
+        if run._meter.steps == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(run)
+
+    monkeypatch.setattr(loop.Run, "microbatches", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert train.main([*TINY, "steps=90", BEST, "hydra.run.dir=run"]) == 75
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps_in(here / "run" / "checkpoints") == [2, 5]

@@ -480,6 +480,19 @@ def test_a_run_that_goes_on_with_another_batch_reads_the_rows_that_follow(llama,
     assert steps == [(0, 4), (4, 8), (8, 12), (12, 14), (14, 16), (16, 18), (18, 24), (24, 30), (30, 36)]
 
 
+def test_epochs_with_another_batch_name_the_steps_that_are_left(llama, data, here, capsys):
+    words = ("epochs=1", "checkpoint.every=3", "checkpoint.dir=saved", "val.every=0", "resume=latest")
+    assert run(llama, data, *words, "batch.global=2", "debug.stop_at=3") == 0
+    capsys.readouterr()
+    assert run(llama, data, *words, "batch.global=3") == 4
+    said = capsys.readouterr().err
+    opened = open_data(data, SEQ, 0)
+    left = opened.rows_of_epochs(1) - 6
+    assert "was saved with batch.global=2" in said
+    assert f"Set steps={3 + -(-left // 3)} in place of epochs." in said
+    assert run(llama, data, *words, "batch.global=2") == 0
+
+
 def test_a_trained_model_answers_a_prompt(llama, data, here, capsys):
     """`sample` asks as the template does."""
     assert run(llama, data, "steps=2", "hydra.run.dir=asked", "checkpoint.every=2") == 0

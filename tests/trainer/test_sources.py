@@ -20,6 +20,7 @@ import train  # noqa: E402
 from tests.trainer.test_chat import SEQ, chats, model_folder, rows_of, run  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.trainer import hub  # noqa: E402
+from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import check_data, open_data  # noqa: E402
 from zero.trainer.data.mixed import Proportion  # noqa: E402
 from zero.trainer.data.source import ChatConfig, HFTextConfig, TextConfig  # noqa: E402
@@ -117,7 +118,7 @@ def test_other_files_are_refused_in_one_line(llama, tmp_path):
 def test_a_name_of_the_hub_without_a_network_names_the_command(llama):
     with pytest.raises(ConfigError) as caught:
         check_data(HFTextConfig(path="org/texts", tokenizer=str(llama)), SEQ)
-    assert "`hf download org/texts --repo-type dataset --local-dir org/texts`" in str(caught.value)
+    assert "`hf download org/texts --repo-type dataset --include '*train*' --local-dir org/texts`" in str(caught.value)
     with pytest.raises(ConfigError, match="`hf download org/model --local-dir org/model`"):
         hub.model_folder("org/model", weights=True)
 
@@ -141,6 +142,7 @@ def test_a_model_and_a_dataset_of_the_hub_train_from_their_caches(llama, here, m
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(llama)).save_pretrained(
         snapshot
     )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(here / "hub"))
     datasets.Dataset.from_list(chats(60)).save_to_disk(here / "saved")  # in files, as a dataset of the hub is
 
@@ -205,6 +207,8 @@ def test_rows_of_a_mix_are_those_of_its_sources(llama, tmp_path, kind):
     assert "2 of 3 from code" in data.about
     with pytest.raises(ConfigError, match="epochs means nothing"):
         data.rows_of_epochs(1)
+    with pytest.raises(ConfigError, match=r"the sources of data\.mix end at different steps"):
+        read({"data": config.model_dump(mode="json"), "model": {"name": "hf", "path": str(llama)}, "epochs": 2})
 
 
 def test_a_run_on_a_mix_goes_on_and_logs_the_shares(llama, here):

@@ -163,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
         raise ConfigError("clip_grad_value_ is not supported, because gradients are in shards. Use clip_grad_norm_.")
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return the parameters of a model; of one that trains all of them on rank 0, and {} elsewhere. Collective."""
+        """Return the parameters of a model. If it trains, rank 0 returns all and other ranks {}. Collective."""
         for optimizer in self._optimizers:
             if optimizer.engine.module is model:
                 return optimizer.engine.state_dict_on_rank_0() or {}

@@ -90,6 +90,7 @@ class Meter:
         results: losses and skipped steps.
         plan, moved_bytes: the present plan, and the bytes that moves of the state have made; set after a step.
         val_loss: newest validation loss; NaN before the first.
+        worse_validations: number of the last validations of this start that did not lower the loss.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Meter:
         self.interval = Interval(world, traffic)
         self.steps, self.tokens, self.results = steps, tokens, StepResults(skipped)
         self._steps_before, self._logged = steps, (steps, tokens, 0)
-        self.val_loss = nan
+        self.val_loss, self.worse_validations = nan, 0
         self._earlier = EarlierStarts()  # best losses so far, and the seconds of earlier starts
         self._timed: list[tuple[float, float]] = []  # tokens per second and seconds waited of each row with timed steps
 
@@ -155,7 +156,9 @@ class Meter:
     def validated(self, loss: float) -> None:
         """Store a validation loss for the next row and the summary."""
         self.val_loss = loss
+        self.worse_validations += 1
         if loss < self._earlier.best_val_loss:
+            self.worse_validations = 0
             self._earlier = self._earlier._replace(best_val_loss=loss, best_val_step=self.steps)
 
     def row(self, *, validated: bool) -> dict[str, float | int | None]:
@@ -167,6 +170,7 @@ class Meter:
         last, plan, (begun, begun_tokens, moved_before) = self.results.last, self.plan, self._logged
         steps = max(1, self.steps - begun)
         timed, step_s, totals = self.interval.end(steps)
+        timed = timed if self.steps > begun else 0
         moved = figures(totals, steps=steps, timed=max(1, timed), step_s=step_s, numel=self.plan.numel)
         tokens_per_s = (self.tokens - begun_tokens) / steps / step_s
         self._logged = self.steps, self.tokens, self.moved_bytes

@@ -7,6 +7,7 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder)
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ RUN, EXPORTED = "run", "model"
 def finetune(
     *,
     model: str | PathLike[str],
-    data: str | PathLike[str],
+    data: str | PathLike[str] | Sequence[str | PathLike[str]],
     output: str | PathLike[str],
     recipe: str = "sft_full",
     **settings: Any,
@@ -28,8 +29,8 @@ def finetune(
     """Train, and return the folder for `from_pretrained`, of transformers or with an adapter of peft.
 
     Args:
-        model: a folder with a model of transformers and its tokenizer.
-        data: a file or folder of chats, or of texts for the recipe `pretrain`.
+        model: a folder with a model of transformers and its tokenizer, or its name on Hugging Face's hub.
+        data: a file or folder of chats, or of texts for the recipe `pretrain`, or its name on the hub; or a list.
         output: a new folder, for the run and the trained model.
         recipe: an experiment in conf/experiment: sft_full, sft_lora, sft_qlora, pretrain or long_context.
         settings: settings of train.py, with two underscores for a dot: `optim__lr=1e-5`, `launch__ranks=2`.

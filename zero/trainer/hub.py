@@ -57,7 +57,7 @@ def dataset(name: str) -> Any:
             huggingface_hub.dataset_info(name)  # fails at once without a network, and load_dataset after 25 s
         return datasets.load_dataset(name, split="train", keep_in_memory=False).with_format(None)
     except Exception as error:  # of HTTP, of the hub, or of a split
-        raise _unread("data", name, " --repo-type dataset", error) from error
+        raise _unread("data", name, " --repo-type dataset --include '*train*'", error) from error
 
 
 def _unread(section: str, name: str, of_type: str, error: Exception) -> ConfigError:

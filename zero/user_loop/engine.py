@@ -231,7 +231,7 @@ class Engine(EngineCheckpoints):
 
     @property
     def trains_now(self) -> bool:
-        """Whether a forward belongs to a step: it has gradients, and the model is, or never was, in training mode."""
+        """Whether a forward belongs to a step: gradients are on, and the model trains or never was in training mode."""
         is_training = self.module.training or self._trains_in_eval
         return self.plan.facts.trains and torch.is_grad_enabled() and is_training
 

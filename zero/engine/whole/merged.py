@@ -4,7 +4,7 @@ peft merges a copy of one adapted layer at a time, so the bits are those of its 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,17 +15,22 @@ from zero.engine.model import ParameterPlaceholder
 from zero.errors import ConfigError
 
 
-def check_adapters(model: Any) -> None:
-    """Raise ConfigError unless `model` has adapters of peft that can be merged."""
+def check_adapters(model: Any, aliases: Mapping[str, Collection[str]]) -> None:
+    """Raise ConfigError unless `model` has adapters of peft that can be merged.
+
+    Args:
+        aliases: all names of each parameter, by its full name.
+    """
     if not getattr(model, "peft_config", None):
         raise ConfigError("merged=True: the model has no adapters of peft. Call zero.stream_weights without it.")
     for path, layer in _layers(model).items():
         base: nn.Module = getattr(layer, "get_base_layer", nn.Module)()
         for parameter in base.parameters():
             assert isinstance(parameter, ParameterPlaceholder)
-            if not parameter.full_name.startswith(f"{path}."):
+            names = aliases[parameter.full_name]
+            if tied := [name for name in names if not name.startswith(f"{path}.")]:
                 raise ConfigError(
-                    f"merged=True: {path} is tied to {parameter.full_name}, so an adapter cannot be merged into it. "
+                    f"merged=True: {path} is tied to {tied[0]}, so an adapter cannot be merged into it. "
                     "Stream without merged, and merge in the receiver."
                 )
 

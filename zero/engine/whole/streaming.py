@@ -119,7 +119,7 @@ def stream_weights(
     if merged:
         if keep or changed_since is not None:
             raise ConfigError("merged=True yields all weights. Call it without keep and changed_since.")
-        check_adapters(state.model)
+        check_adapters(state.model, state.plan.facts.splitting.aliases())
     runtime.tree.check()
     runtime.write_edits()
     runtime.gather_changed()

@@ -156,7 +156,7 @@ class BarView(View):
 
 def column_words(row: Row) -> list[Word]:
     """Return the console's words for a row, in the order of printing; values that were not measured are left out."""
-    shown = [Word(f"loss {_number(row.get('train/loss'))}", 1)]
+    shown = [Word(f"loss {_number(row.get('train/loss'))}", 1)] if row.get("step") else []
     for key, rank, text in _WORDS:
         value = row.get(key)
         if value is not None and (written := text(value)):

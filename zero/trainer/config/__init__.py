@@ -97,6 +97,8 @@ class Config(Settings):
             )
         if isinstance(self.data, ChatConfig) and not of_transformers:
             raise ConfigError("data=chat needs model=hf model.path=FOLDER, a model of transformers")
+        if isinstance(self.data, TokenisedConfig) and self.data.mix is not None and self.epochs is not None:
+            raise ConfigError(f"epochs={self.epochs}: the sources of data.mix end at different steps. Set steps.")
         stop_at = self.debug.stop_at
         if stop_at is not None and stop_at > self.steps and self.epochs is None:
             raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")

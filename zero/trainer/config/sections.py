@@ -178,6 +178,11 @@ class CheckpointSection(Section):
     )
     convert: Names = key((), "names or patterns of tensors that resume may read from another dtype", example="['*']")
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run has a place for checkpoints, so that Ctrl-C saves."""
+        return self.every > 0 or self.best is not None or self.dir is not None
+
 
 class MachineSection(Section):
     """The machine that mode=plan plans for; auto: this one."""

@@ -43,7 +43,7 @@ class Proportion:
 
 
 @dataclass(eq=False)
-class Mixed:
+class Mixed(Data):
     """An implementation of `Data` on several sources with the same tokens.
 
     Args:
@@ -57,7 +57,7 @@ class Mixed:
     def __post_init__(self) -> None:
         self._all, self._proportion = [*self.sources.values()], Proportion(self.weights)
         first, named = self._all[0], [*zip(self.sources.items(), self.weights, strict=True)]
-        self.vocab_size, self.has_text, self.decode = first.vocab_size, first.has_text, first.decode
+        self.vocab_size, self.has_text = first.vocab_size, first.has_text
         self.validation_rows = self._rows_in([data.validation_rows for data in self._all])
         known = " ".join(f"{name} {weight} {data.digest}" for (name, data), weight in named)
         self.digest = hashlib.sha256(known.encode()).hexdigest()
@@ -75,6 +75,9 @@ class Mixed:
         numbers = [number % self.validation_rows for number in range(index * rows, (index + 1) * rows)]
         places = [self._proportion.place(number) for number in numbers]
         return torch.cat([self._all[source].validation(number, 1) for source, number in places])
+
+    def decode(self, tokens: Tensor) -> str:
+        return self._all[0].decode(tokens)
 
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data.mix: its sources end at different steps, so epochs means nothing. Set steps.")
@@ -101,16 +104,35 @@ class Mixed:
 
 
 @dataclass(eq=False)
-class Apart:
+class Apart(Data):
     """An implementation of `Data` that trains on one source and validates on another."""
 
     train: Data
     held: Data
 
     def __post_init__(self) -> None:
-        self.vocab_size, self.has_text, self.decode = self.train.vocab_size, self.train.has_text, self.train.decode
+        self.vocab_size, self.has_text = self.train.vocab_size, self.train.has_text
+        self.validation_rows = self.held.validation_rows
         self.digest = hashlib.sha256(f"{self.train.digest} {self.held.digest}".encode()).hexdigest()
-        self.validation_rows, self.validation = self.held.validation_rows, self.held.validation
-        self.rows, self.rows_of_epochs = self.train.rows, self.train.rows_of_epochs
-        self.example, self.shares, self.lengths = self.train.example, self.train.shares, self.train.lengths
         self.about = f"{self.train.about}{f'; validation{self.held.about}' if self.held.about else ''}"
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.train.rows(start, stop)
+
+    def validation(self, index: int, rows: int) -> Tensor:
+        return self.held.validation(index, rows)
+
+    def decode(self, tokens: Tensor) -> str:
+        return self.train.decode(tokens)
+
+    def rows_of_epochs(self, count: int) -> int:
+        return self.train.rows_of_epochs(count)
+
+    def shares(self, rows: int) -> dict[str, float]:
+        return self.train.shares(rows)
+
+    def example(self) -> list[tuple[str, bool]]:
+        return self.train.example()
+
+    def lengths(self) -> Sequence[int]:
+        return self.train.lengths()

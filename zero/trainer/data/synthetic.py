@@ -8,13 +8,13 @@ from torch import Tensor
 from zero.errors import ConfigError
 from zero.trainer.data.order import draw
 from zero.trainer.data.source import SyntheticConfig
-from zero.trainer.data.windows import decode_numbers
+from zero.trainer.data.windows import Data, decode_numbers
 
 STRIDES = 8
 VALIDATION_ROWS = 1024
 
 
-class Synthetic:
+class Synthetic(Data):
     """An implementation of `Data` that computes rows on demand."""
 
     def __init__(self, config: SyntheticConfig, seq: int, seed: int) -> None:
@@ -30,20 +30,13 @@ class Synthetic:
         numbers = range(index * rows, (index + 1) * rows)
         return self._rows("validation", 0, [number % VALIDATION_ROWS for number in numbers])
 
-    def example(self) -> list[tuple[str, bool]]:
-        return []
-
-    def shares(self, rows: int) -> dict[str, float]:
-        return {}
-
-    def lengths(self) -> list[int]:
-        return []
-
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data=synthetic has no end, so epochs means nothing. Set steps.")
 
     has_text, about = False, ""
-    decode = staticmethod(decode_numbers)
+
+    def decode(self, tokens: Tensor) -> str:
+        return decode_numbers(tokens)
 
     def _rows(self, what: str, seed: int, numbers: range | list[int]) -> Tensor:
         first = [draw(seed, row, self.vocab_size, what=f"{what} first") for row in numbers]

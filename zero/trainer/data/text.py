@@ -37,7 +37,7 @@ def open_text(config: TextConfig, seq: int, seed: int) -> Windows:
     train, held = _read(split_files(list(text_files(config.root, config.skip)), config.holdout))
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + held).hexdigest()
     tokens, held_tokens = map(_as_tensor, (train, held))
-    return Windows(tokens, held_tokens, seq=seq, seed=seed, vocab_size=256, digest=digest, decode=decode_bytes)
+    return Windows(tokens, held_tokens, seq=seq, seed=seed, vocab_size=256, digest=digest, decode_tokens=decode_bytes)
 
 
 def _as_tensor(octets: bytearray) -> Tensor:

@@ -8,7 +8,8 @@ separately, without special tokens, and followed by the end-of-text token. Whole
 chosen by a hash of the file's name or of the text. So added documents do not move others, and copies of a text stay
 together. If training or validation would have no document, the last tokens of all are held out instead.
 
-Memory holds one batch, or the longest line or row. A text file is encoded in pieces that end at the end of a line.
+Memory holds one batch, the longest line or row, or a whole list of JSON. A text file is encoded in pieces that end at
+the end of a line.
 
 Settings are checked without importing torch or `datasets`.
 """
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from zero.distributed.world import World
     from zero.trainer.data.windows import Windows
 
-VERSION = 1
+VERSION = 2
 """Version of the cached format, part of the hash that names the folder."""
 
 TRAIN_FILE, HELD_FILE = "train.bin", "held.bin"

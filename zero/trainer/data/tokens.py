@@ -112,4 +112,4 @@ def open_tokens(
         digests.append(file_digest(Path(held_path)))
     check_length(what or f"data.path={config.path}", train.numel(), held.numel(), seq + 1, config.holdout)
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    return Windows(train, held, seq=seq, seed=seed, vocab_size=config.vocab, digest=digest, decode=decode)
+    return Windows(train, held, seq=seq, seed=seed, vocab_size=config.vocab, digest=digest, decode_tokens=decode)

@@ -39,12 +39,15 @@ class Data(Protocol):
 
     def shares(self, rows: int) -> dict[str, float]:
         """Return the share of each source of `data.mix` in the first rows; {} for one source."""
+        return {}
 
     def example(self) -> list[tuple[str, bool]]:
         """Return the parts of the first training row and whether they train; [] if all of every row does."""
+        return []
 
     def lengths(self) -> Sequence[int]:
         """Return the numbers of tokens of the documents, before they are cut; [] if rows are not of documents."""
+        return []
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""
@@ -80,7 +83,7 @@ def spread_over(index: int, count: int) -> int:
 
 
 @dataclass(eq=False)
-class Windows:
+class Windows(Data):
     """An implementation of `Data` on two sequences of tokens, one for training and one for validation.
 
     Training rows start at random positions, drawn with replacement.
@@ -95,11 +98,11 @@ class Windows:
     seed: int
     vocab_size: int
     digest: str
-    decode: Callable[[Tensor], str]
+    decode_tokens: Callable[[Tensor], str]
     about: str = ""
 
     def __post_init__(self) -> None:
-        self.has_text = self.decode is not decode_numbers
+        self.has_text = self.decode_tokens is not decode_numbers
         # the last token of a row is only a target, so it may be the first token of the next row
         self.validation_rows = (self.held.numel() - 1) // self.seq
 
@@ -107,14 +110,8 @@ class Windows:
         below = self.train.numel() - self.seq
         return self._rows(self.train, [draw(self.seed, row, below) for row in range(start, stop)])
 
-    def example(self) -> list[tuple[str, bool]]:
-        return []
-
-    def shares(self, rows: int) -> dict[str, float]:
-        return {}
-
-    def lengths(self) -> Sequence[int]:
-        return []
+    def decode(self, tokens: Tensor) -> str:
+        return self.decode_tokens(tokens)
 
     def rows_of_epochs(self, count: int) -> int:
         return count * self.train.numel() // self.seq  # drawn at random, so a pass has as many tokens as the data

@@ -77,7 +77,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             flops_per_token=task.flops_per_token,
         )
         if checkpoint is not None and config.mode == "train":
-            self._meter.go_on(*starts_before(checkpoint, folder))
+            self._meter.go_on(*starts_before(checkpoint, folder, config, data.digest))
         known = {
             "plan_bytes": plan.bytes,
             "ranks": plan.world.size,
@@ -124,7 +124,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return
         if first > self._last:
             self._tracker.note(f"the checkpoint is at step {first - 1} of {self._last}: nothing is left to train")
-        if self._config.checkpoint.every > 0 or self._config.checkpoint.dir is not None:
+        if self._config.checkpoint.saves:
             save_on_sigint(announces=self._world.rank == 0)
         if self._config.val.at_start and first == 1:
             self._validate()
@@ -185,13 +185,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         self._meter.plan, self._meter.moved_bytes = state.runtime.present()
         self._meter.count(metrics)
         number = self._meter.steps
-        if self._meter.results.skipped_in_a_row >= MOST_SKIPPED:
-            self._log(validated=False)
-            raise NumericsError(
-                f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
-                f"{metrics.nonfinite_unit} is not finite (loss scale {metrics.loss_scale:g}). Lower optim.lr, use "
-                "precision=bf16, or resume from an older checkpoint."
-            )
+        self._check_skipped(number)
         self._stopping = number < self._last and any(int(flag) & STOP_REQUESTED for flag in metrics.rank_flags)
         validating = not self._stopping and self._is_validated(number)
         if validating or self._stopping or self._is_followed(number):  # their time would include this step's updates
@@ -245,11 +239,25 @@ class Run(contextlib.AbstractContextManager["Run"]):
             return PATIENCE_REACHED
         return FINISHED if self._last == self._config.steps else CUT_SHORT
 
+    def _check_skipped(self, number: int) -> None:
+        """Raise NumericsError if the last `MOST_SKIPPED` steps were skipped."""
+        results = self._meter.results
+        if results.skipped_in_a_row < MOST_SKIPPED - 1:  # of all steps but this one, for which nobody has waited yet
+            return
+        last = results.last
+        if last is not None and results.skipped_in_a_row >= MOST_SKIPPED:
+            self._log(validated=False)
+            raise NumericsError(
+                f"step {number}: the last {MOST_SKIPPED} steps were skipped, because the gradient of "
+                f"{last.nonfinite_unit} is not finite (loss scale {last.loss_scale:g}). Lower optim.lr, use "
+                "precision=bf16, or resume from an older checkpoint."
+            )
+
     @property
     def _is_out_of_patience(self) -> bool:
-        """Whether the last `val.patience` validations have not lowered the loss."""
-        patience, best = self._config.val.patience, self._meter.so_far.best_val_step
-        return patience is not None and self._meter.steps - best >= patience * self._config.val.every
+        """Whether the last `val.patience` validations of this start have not lowered the loss."""
+        patience = self._config.val.patience
+        return patience is not None and self._meter.worse_validations >= patience
 
     def _is_followed(self, number: int) -> bool:
         """Return whether a validation or a save comes between step `number` and the next."""

@@ -48,6 +48,20 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         )
 
 
+def refuse_other_batch(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if `epochs` is set and earlier steps had another batch, because `steps` would be wrong."""
+    batch = _saved(checkpoint.facts).get("batch")
+    there, here = batch.get("global") if isinstance(batch, Mapping) else None, config.batch.numbers()[0]
+    if config.epochs is None or there in (None, here):
+        return
+    left = config.steps * here - checkpoint.facts.get("tokens", 0) // config.model.seq
+    steps = checkpoint.step + max(0, -(-left // here))
+    raise CheckpointError(
+        f"epochs={config.epochs}: {checkpoint.folder} was saved with batch.global={there}, so its steps had other "
+        f"rows. Set steps={steps} in place of epochs."
+    )
+
+
 def refuse_other_moments(config: Config, plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a parameter that trains in both has other moments in the checkpoint than in the plan.
 

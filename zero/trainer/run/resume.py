@@ -9,6 +9,7 @@ checkpoint is always the latest of a single history.
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from zero.tracker.earlier_starts import EarlierStarts, earlier_starts
 from zero.tracker.report.folder import mapping
 from zero.trainer.config import Config
 from zero.trainer.run.best import best_in
-from zero.trainer.run.refusals import refuse_other_model, refuse_other_moments
+from zero.trainer.run.refusals import refuse_other_batch, refuse_other_model, refuse_other_moments
 from zero.trainer.run.starts import clean, root_of, suspects
 
 
@@ -195,6 +196,7 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
     trains = config.mode == "train"
     refuse_other_model(config, checkpoint)
     if trains:
+        refuse_other_batch(config, checkpoint)
         refuse_other_moments(config, state.plan, checkpoint)
     return load(
         state,
@@ -208,12 +210,16 @@ def resumed(state: State, checkpoint: Checkpoint | None, config: Config, tracker
     )
 
 
-def starts_before(checkpoint: Checkpoint, folder: Path) -> list[EarlierStarts]:
-    """Return the best losses and the seconds of the steps before a checkpoint, from three sources.
+def starts_before(checkpoint: Checkpoint, folder: Path, config: Config, digest: str) -> list[EarlierStarts]:
+    """Return the best losses of the steps before a checkpoint, and the seconds of earlier starts in `folder`.
 
-    The sources are the checkpoint, the run that saved it, and the run in `folder`. The checkpoint alone does not have
-    the last validation loss, because a run saves before it validates. The seconds of the run that saved it are left
-    out, because that run may have continued.
+    All ranks decide by these losses, so they come from the checkpoint. A validation loss on other data is left out.
+
+    Args:
+        digest: that of the run's data.
     """
-    there = earlier_starts(checkpoint.folder.parent.parent, checkpoint.step)._replace(seconds=0.0)
-    return [EarlierStarts.of(mapping(checkpoint.facts.get("so far"))), there, earlier_starts(folder, checkpoint.step)]
+    known, saved = EarlierStarts.of(mapping(checkpoint.facts.get("so far"))), mapping(checkpoint.facts.get("config"))
+    rows = mapping(saved.get("val")).get("rows")
+    if (checkpoint.facts.get("data"), rows) != (digest, config.val.rows):
+        known = known._replace(best_val_loss=inf, best_val_step=inf)
+    return [known, EarlierStarts(seconds=earlier_starts(folder, checkpoint.step).seconds)]

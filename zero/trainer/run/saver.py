@@ -67,7 +67,7 @@ class Saver:
         self.last_published: Path | None = None
         self._valid = set() if began_from is None else {began_from.folder.absolute()}
         several = self._world.nodes > 1
-        if config.checkpoint.every > 0 and several and config.mode == "train":
+        if config.checkpoint.saves and several and config.mode == "train":
             check_shared(self._world, self.root.path)
         if began_from is not None:
             for line in differences(began_from.facts, self._facts()):

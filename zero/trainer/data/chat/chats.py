@@ -12,6 +12,7 @@ from zero.trainer.data.chat.encoder import TRAINS_BIT
 from zero.trainer.data.chat.packing import PackedRows
 from zero.trainer.data.rows import coded, tokens_of, trains_of
 from zero.trainer.data.tokens import TokenFile
+from zero.trainer.data.windows import Data
 
 
 class ChatPlace(NamedTuple):
@@ -22,7 +23,7 @@ class ChatPlace(NamedTuple):
 
 
 @dataclass(eq=False)
-class Chats:
+class Chats(Data):
     """An implementation of `Data` on the chats of a file.
 
     Args:
@@ -69,9 +70,6 @@ class Chats:
         trains = trains_of(row)
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]
-
-    def shares(self, rows: int) -> dict[str, float]:
-        return {}
 
     def lengths(self) -> Sequence[int]:
         return self.all_lengths

@@ -2,7 +2,7 @@
 
 A template may mark the assistant's text itself (`{% generation %}`). Most do not, and transformers then returns a mask
 of zeros without a word. So the mask also comes from spans: the text of a chat up to a turn is the beginning of the text
-of the whole chat, and the turn's span is what follows it. Both are compared on the first chats.
+of the whole chat, and the turn's span is what follows it. A mark on another role's text is an error.
 
 A prompt may begin a thought that a turn does not have. Then the span begins where their tokens differ. A template that
 leaves out earlier thinking gives other beginnings. Then only the last turn trains.

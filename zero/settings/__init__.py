@@ -26,7 +26,7 @@ from zero.tracker.settings import JsonlSettings, TrackerSettings
 class Settings(Section):
     """Settings of a training step and of its tracker."""
 
-    steps: Whole = key(1200, "optimizer steps", unit="steps", example="5000")
+    steps: Whole = key(800, "optimizer steps", unit="steps", example="5000")
     seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
     zero: Zero = Zero()
     batch: Batch = Batch()

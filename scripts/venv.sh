@@ -37,8 +37,8 @@ stamp_file="$venv/installed" # whose packages are there, then a line for each ex
 there=$(cat "$stamp_file" 2>/dev/null || true)
 [ "${there%%$'\n'*}" = "$stamp" ] || there=
 if [ -z "$there" ] || { [ -n "${extra:-}" ] && ! grep -qx "$extra" <<<"$there"; }; then
-    echo "installing into $venv: the first time takes minutes, because torch has some gigabytes" >&2
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}" >&2 || exit 1
+    echo "installing into $venv: torch has 0.2 GB for a CPU, 5 GB for a GPU" >&2
+    "$venv/bin/python" scripts/install.py ".${extra:+[$extra]}" >&2 || exit 1
     printf '%s\n' "${there:-$stamp}" ${extra:+"$extra"} >"$stamp_file"
 fi
 

@@ -31,7 +31,10 @@ from zero.errors import CheckpointError, ConfigError, PlanError  # noqa: E402
 from zero.formats import export_checkpoint, open_newest  # noqa: E402
 from zero.platform.safetensors_files import StoredWeights  # noqa: E402
 from zero.testing import run_ranks  # noqa: E402
+from zero.trainer.checks import parse_config  # noqa: E402
+from zero.trainer.compose import compose, settings_in  # noqa: E402
 from zero.trainer.models import hf  # noqa: E402
+from zero.trainer.models.hf_config import tuned_lr  # noqa: E402
 
 STEPS, ROWS, RANKS, CLIP = 5, 4, 2, 0.5
 SETTINGS = [(0, "none"), (0, "nvme"), (3, "none"), (3, "nvme")]
@@ -575,7 +578,8 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     told = capsys.readouterr()
     assert "model=hf" not in told.err
     assert f"weights of {folder}: " in told.out
-    assert "warning: optim.lr=0.001 suits random weights and may destroy these trained ones" in told.out
+    assert "\noptim.lr=2e-05, the default for trained weights\n" in told.out
+    assert "suits random weights" not in told.out
     export_script = loaded("scripts/export")
     monkeypatch.setattr("sys.argv", ["export", "run", "--to", "hf"])
     assert export_script.main() == 0
@@ -586,10 +590,43 @@ def test_train_py_takes_a_folder_and_scripts_export_gives_one_back(saved, here, 
     assert 0 < max(moved) < 0.1, "it went on from the weights of the folder"
 
 
+def config_of(*words):
+    return parse_config(settings_in(compose(["data=synthetic", "model=hf", *words])))
+
+
+def test_the_default_learning_rate_is_that_of_the_weights(saved, tmp_path):
+    """A rate that is set stays, also where it is the default of other weights."""
+    path, fresh = f"model.path={saved('llama')}", "model.path=llama"
+    assert config_of(path).optim.lr == 2e-5
+    assert config_of(path, "optim=adam").optim.lr == 2e-5
+    assert config_of(path, "model.lora.rank=4").optim.lr == 2e-4
+    assert tuned_lr("some-org/some-model", adapts=False) == 2e-5
+    assert config_of(fresh).optim.lr == 1e-3
+    assert config_of(path, "optim=sgd").optim.lr == 0.1
+    assert config_of(path, "optim.lr=1e-3").optim.lr == 1e-3
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "fast.yaml").write_text("# @package _global_\noptim:\n  lr: 1.0e-3\n")
+    experiment = f"hydra.searchpath=[{folder.parent}]", "experiment=fast"
+    assert config_of(path, "model.lora.rank=4", *experiment).optim.lr == 1e-3
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}'
+    )
+    assert config_of(path, f"ds_config={tmp_path / 'ds.json'}").optim.lr == 1e-3
+
+
+def test_a_learning_rate_for_random_weights_is_warned_of(saved, here, capsys):
+    small = ["steps=1", "val.rows=2", "sample.tokens=0", "optim.lr=1e-3"]
+    assert run(f"model.path={saved('llama')}", *small) == 0
+    said = capsys.readouterr().out
+    assert "warning: optim.lr=0.001 suits random weights and may destroy these trained ones. " in said
+    assert "A usual value is optim.lr=2e-05." in said
+
+
 @pytest.mark.parametrize(
     ("family", "words", "told"),
     [
-        (None, ["model.path=no/such"], "model.path=no/such does not exist"),
+        (None, ["model.path=./no/such"], "model.path=./no/such does not exist"),
         (None, [], "model=hf needs model.path=FOLDER"),
         ("llama", ["data.vocab=64"], "knows 32 tokens, fewer than the 64 of data=synthetic"),
         ("llama", ["model.seq=64"], "model.seq=64 is more than the 32 tokens of model.path={path}. Set model.seq=32."),

@@ -144,6 +144,19 @@ def test_the_newest_valid_checkpoint_of_a_run_is_taken_and_damage_is_named(train
         open_newest(tmp_path / "nothing")
 
 
+def test_other_checkpoints_are_named_where_the_wanted_one_is_damaged(trained, tmp_path: Path):
+    wanted = trained[1].folder
+    for step in (7, 8):
+        shutil.copytree(wanted, wanted.with_name(f"step-000000000{step}"))
+    path = next(wanted.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    named = r"\.safetensors: .*\. Other checkpoints beside it: step-0000000008, step-0000000007\.$"
+    with pytest.raises(CheckpointError, match=named):
+        open_newest(wanted)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        open_newest(wanted.with_name("step-0000000001"))
+
+
 # -- what other libraries find -----------------------------------------------------------------------------------------
 
 

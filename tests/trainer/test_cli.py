@@ -597,3 +597,20 @@ def test_the_recorded_step_follows_another_one(val, save, recorded):
     from zero.trainer.run.loop import step_to_record
 
     assert step_to_record(3, 50, lambda number: number % val == 0 or number % save == 0) == recorded
+
+
+def test_a_schedule_is_compared_with_the_steps_that_follow_from_epochs(here, capsys):
+    """And not with the default of `steps`: 800 warm-up steps are too many for one epoch here and few for 50."""
+    (here / "texts").mkdir()
+    for number in range(40):
+        (here / "texts" / f"{number}.txt").write_text(f"text {number} " * 100)
+    words = ["debug=tiny", "data.folder=texts", "val.every=0", "sample.tokens=0", "debug.stop_at=2"]
+    assert train.main([*words, "epochs=1", "schedule.warmup=900"]) == 2
+    steps = int(re.search(r"rows, (\d+) steps", capsys.readouterr().out)[1])
+    assert 10 < steps < 900
+    assert train.main([*words, "epochs=1", f"schedule.warmup={steps}"]) == 2
+    assert f"no step of steps={steps} is left for the decay" in capsys.readouterr().err
+    assert train.main([*words, "epochs=1", f"schedule.warmup={steps - 1}"]) == 0
+    assert train.main([*words, "epochs=50", "schedule.warmup=900"]) == 0
+    assert train.main([*words, "epochs=1", f"debug.stop_at={steps + 1}"]) == 2
+    assert f"debug.stop_at={steps + 1} is above steps={steps}." in capsys.readouterr().err

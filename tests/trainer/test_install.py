@@ -1,5 +1,6 @@
 """The result of `pip install`: a wheel in an empty environment, and its commands outside the repository."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -9,8 +10,9 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -162,7 +164,9 @@ def test_a_checkout_installs_itself_again_where_another_has_done_so(tmp_path: Pa
     """Two of them share an environment, whose pip only says what it was asked for."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "$PWD: $*" >>{tmp_path}/said || exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = scripts/install.py ] && echo "$PWD: $*" >>{tmp_path}/said || exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     for checkout in ("one", "other"):
         (tmp_path / checkout / "scripts").mkdir(parents=True)
@@ -177,12 +181,84 @@ def test_a_checkout_installs_itself_again_where_another_has_done_so(tmp_path: Pa
         assert done.stdout.strip() == str(python), done.stderr
         said = (tmp_path / "said").read_text()
         assert not said or said.startswith(f"{tmp_path / checkout}: ")
-        assert not said or said.strip().endswith(f"-e .[{extra}]" if extra else "-e .")
+        assert not said or said.strip().endswith(f"install.py .[{extra}]" if extra else "install.py .")
         return bool(said)
 
     assert [installs("one", extra) for extra in ("", "", "test", "test", "")] == [True, False, True, False, False]
     assert [installs("other", extra) for extra in ("test", "")] == [True, False]
     assert [installs("one", extra) for extra in ("", "test", "")] == [True, True, False]
+
+
+def installer() -> Any:
+    spec = importlib.util.spec_from_file_location("installer", ROOT / "scripts" / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LISTED = r"""
+:env:.find-links='/env/wheels /env/more'
+:env:.quiet='1'
+freeze.timeout='10'
+global.extra-index-url='file:///one\nfile:///two'
+global.find-links='/global/wheels'
+global.index-url='file:///main'
+install.index-url='file:///install'
+"""
+
+
+def test_uv_looks_where_pip_would() -> None:
+    settings = installer().pip_settings(LISTED.strip())
+    assert installer().variables(settings, {"HOME": "/home"}) == {
+        "HOME": "/home",
+        "UV_DEFAULT_INDEX": "file:///install",
+        "UV_FIND_LINKS": "/env/wheels,/env/more",
+        "UV_HTTP_RETRIES": "1",
+        "UV_INDEX": "file:///one file:///two",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    own = {"UV_DEFAULT_INDEX": "file:///own", "UV_INDEX_STRATEGY": "first-index"}
+    assert own.items() <= installer().variables(settings, own).items(), "the user's own variables of uv stay"
+
+
+def test_the_cpu_build_of_torch_is_tried_first_and_pip_last() -> None:
+    last = [[*installer().PIP, "install", "--quiet", "-e", "."]]
+    uv = ["/bin/uv", "pip", "install", "--quiet", "--python", sys.executable, "-e", "."]
+    assert installer().commands(".", "/bin/uv", cpu=True)[-2:] == [uv, *last]
+    assert [command[len(uv) :] for command in installer().commands(".", "/bin/uv", cpu=True)[:2]] == [
+        ["--torch-backend", "cpu"],
+        ["torch==2.13.0+cpu"],
+    ]
+    assert installer().commands(".", "/bin/uv", cpu=False) == [uv, *last]
+    assert installer().commands(".", None, cpu=True) == last
+
+
+def test_the_first_command_that_succeeds_installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An index without a CPU build of torch is answered by the next command, and a failure of all by pip's message."""
+    module, ran, working = installer(), [], {"torch==2.13.0+cpu"}
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "config" not in command:
+            ran.append(command[-1])
+        return subprocess.CompletedProcess(command, int(command[-1] not in working | {"list"}), stdout="")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module, "find_uv", lambda: "/bin/uv")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    monkeypatch.delenv("UV_TORCH_BACKEND", raising=False)
+    assert module.main(".") == 0
+    assert ran == ["cpu", "torch==2.13.0+cpu"]
+    ran.clear()
+    working.clear()
+    assert module.main(".") == 1
+    assert ran == ["cpu", "torch==2.13.0+cpu", ".", "."]
+    ran.clear()
+    monkeypatch.setattr(module, "find_spec", lambda name: "an installed torch")
+    assert module.main(".") == 1
+    assert ran == [".", "."]
 
 
 @pytest.mark.parametrize(

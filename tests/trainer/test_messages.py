@@ -44,6 +44,9 @@ def make_files(folder: Path) -> None:
     (folder / "empty" / "nothing").symlink_to("nowhere")
     for number in range(40):
         (folder / "texts" / f"{number}.txt").write_text(f"text {number} " * 100)
+    (folder / "records" / "tables").mkdir(parents=True)
+    (folder / "records" / "rows.parquet").write_bytes(b"PAR1" + 200 * b"\0")
+    (folder / "records" / "tables" / "rows.csv").write_text("text\n" + 2000 * "a line of text\n")
     (folder / "weights" / "config.json").write_text('{"model_type": "llama"}')
     (folder / "ds.json").write_text('{"train_batch_size": 8}')
 

@@ -147,8 +147,10 @@ def test_a_gpu_is_described_by_its_name():
         rates = assumed(config(plan={"gpu": name}, precision={"compute": precision}), machine)
         assert 0.5 * flops < rates.flops < 0.7 * flops
         assert name in rates.source
-    with pytest.raises(ConfigError, match=r"plan\.gpu=h100 is not known\. Did you mean H100\?"):
-        Machine.described(config(plan={"gpu": "h100"}))
+    for name, gib in ((4090, 24), ("4090", 24), ("rtx4090", 24), ("h100", 80), ("3090 ti", 24), ("h100 nvl", 94)):
+        assert Machine.described(config(plan={"gpu": name})).device_bytes == gib * GiB
+    with pytest.raises(ConfigError, match=r"plan\.gpu=h1000 is not known\. Did you mean H100\?"):
+        Machine.described(config(plan={"gpu": "h1000"}))
     with pytest.raises(ConfigError, match="V100 does not compute in bf16"):
         assumed(config(plan={"gpu": "V100"}, precision={"compute": "bf16"}), machine)
 

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import train
@@ -14,7 +16,7 @@ from tests.conftest import LONG_S
 from tests.trainer.test_cli import ROOT, TINY
 from zero.platform import run_files
 from zero.trainer import job
-from zero.trainer.launch import cores, count_ranks
+from zero.trainer.launch import cores, count_ranks, world_size
 
 
 @pytest.fixture
@@ -117,6 +119,46 @@ def test_a_process_that_may_be_one_of_several_is_no_run_of_its_own(here, monkeyp
     assert capsys.readouterr().err == message
     assert not list(here.iterdir())
     assert count_ranks(2) == 2, "ranks of its own"
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "words", "message"),
+    [
+        (
+            {"RANK": "1"}, 0, [],
+            "RANK=1 without WORLD_SIZE is ignored: this is a run of its own. torchrun starts ranks.",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0, [], ""),
+        (
+            {"CUDA_VISIBLE_DEVICES": "9"}, 0, [],
+            "there is a GPU driver, but torch finds no GPU with CUDA_VISIBLE_DEVICES=9, so a CPU trains. "
+            "Set launch.device=cuda or cpu.",
+        ),
+        (
+            {}, 0, [],
+            "there is a GPU driver, but torch finds no GPU, so a CPU trains. Set launch.device=cuda or cpu.",
+        ),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, [], ""),
+        ({}, 1, [], ""),
+        ({}, 0, ["launch.device=cpu"], ""),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_another_than_meant_says_so(here, monkeypatch, capsys, variables, gpus, words, message):
+    """A driver is there where no RANK is."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "run", lambda *args, **how: SimpleNamespace(val_loss=1.0))
+    monkeypatch.setattr(world_size, "_has_driver", lambda: "RANK" not in variables)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert train.main([*TINY, *words]) == 0
+    assert capsys.readouterr().err == (f"warning: {message}\n" if message else "")
+
+
+def test_a_key_that_is_typed_twice_is_warned_of(here, monkeypatch, capsys):
+    monkeypatch.setattr(job, "run", lambda *args, **how: SimpleNamespace(val_loss=1.0))
+    assert train.main(["steps=3", "seed=1", "steps=4", "seed=1"]) == 0
+    assert capsys.readouterr().err == "warning: steps=3 is replaced by steps=4, which is typed later\n"
 
 
 def test_ranks_that_another_command_starts_share_the_cores(tmp_path):

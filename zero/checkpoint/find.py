@@ -160,8 +160,8 @@ def open_first(
         rejected.append(fault)
     if rejected:
         raise CheckpointError(
-            f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid. Restore one, or train anew in "
-            f"another folder (on the command line: resume=none). The newest: {rejected[0]}"
+            f"{folders[0].parent}: none of its {len(rejected)} checkpoints is valid. Restore one from a copy. The "
+            f"newest: {rejected[0]}"
         )
     return None, rejected
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero.checkpoint import Checkpoint, Tensors, open_at, shape_of, weights_of
+from zero.checkpoint import Checkpoint, Listing, Tensors, open_at, shape_of, weights_of
 from zero.checkpoint.contents import BUFFER, PARAMETER, weight_kinds
 from zero.checkpoint.format.manifest import Entry
 from zero.core import checks
 from zero.core.formats import PACKED_FORMATS
 from zero.core.master import rounded
+from zero.core.suggest import some
 from zero.distributed.world import World
 from zero.errors import CheckpointError, ConfigError
 from zero.formats.adapter import names_of_peft, refuse_adapters, write as write_adapter
@@ -29,6 +30,7 @@ from zero.formats.safetensors_folder import write as write_hf
 from zero.formats.stream import Stream, counted
 from zero.formats.torch_file import write as write_torch
 from zero.platform.files import appearing, naming
+from zero.platform.step_folders import is_step
 from zero.progress import Progress, silent
 
 EXPORT_FORMATS = ("hf", "torch", "dcp", "peft")
@@ -55,10 +57,17 @@ def open_newest(path: str | PathLike[str], progress: Progress = silent) -> tuple
         The checkpoint, and a line about each newer checkpoint that is not valid.
 
     Raises:
-        CheckpointError: there is no valid checkpoint.
+        CheckpointError: there is no valid checkpoint; the message names others beside a damaged one.
     """
     checks.instance("path", path, str | PathLike, "Pass the folder of a checkpoint or of a run.")
-    return open_at(World.solo(), Path(path), progress)
+    try:
+        return open_at(World.solo(), Path(path), progress)
+    except CheckpointError as error:
+        step = Path(path)
+        others = [folder.name for folder in Listing(step.parent).folders().values() if folder.name != step.name]
+        if not (is_step(step) and others):
+            raise
+        raise CheckpointError(f"{error}. Other checkpoints beside it: {some(others[::-1])}.") from error
 
 
 def export_checkpoint(

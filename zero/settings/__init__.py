@@ -26,7 +26,7 @@ from zero.tracker.settings import JsonlSettings, TrackerSettings
 class Settings(Section):
     """Settings of a training step and of its tracker."""
 
-    steps: Whole = key(1200, "optimizer steps", unit="steps", example="5000")
+    steps: Whole = key(800, "optimizer steps", unit="steps", example="5000")
     seed: Natural = key(0, "seed of weights, data order, sample and random rounding", example="1")
     zero: Zero = Zero()
     batch: Batch = Batch()
@@ -39,20 +39,28 @@ class Settings(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         self.offload.at(parameters_sharded=self.zero.stage == "auto" or Stage(self.zero.stage).parameters)
-        self._schedule_agrees()
+        if self.knows_steps:
+            self.check_steps()
+        schedule = self.schedule
+        if isinstance(schedule, OneCycleSection) and schedule.momentum and not self.optim.has_momentum:
+            raise ConfigError(
+                f"schedule.momentum=true: optim={self.optim.name} has no momentum. Set schedule.momentum=false."
+            )
         return self
 
-    def _schedule_agrees(self) -> None:
+    @property
+    def knows_steps(self) -> bool:
+        """Whether `steps` is the number of steps, and no other setting says it."""
+        return True
+
+    def check_steps(self) -> None:
+        """Raise ConfigError if the schedule does not fit in `steps`."""
         schedule = self.schedule
         if isinstance(schedule, DecayFields) and self.warmup + schedule.hold >= self.decayed:
             total = "steps" if schedule.total is None else "schedule.total"
             raise ConfigError(
                 f"schedule.warmup={self.warmup}, schedule.hold={schedule.hold}: no step of {total}={self.decayed} is "
                 "left for the decay. Lower one of them."
-            )
-        if isinstance(schedule, OneCycleSection) and schedule.momentum and not self.optim.has_momentum:
-            raise ConfigError(
-                f"schedule.momentum=true: optim={self.optim.name} has no momentum. Set schedule.momentum=false."
             )
 
     @property

@@ -46,7 +46,8 @@ def notes_on(config: Config) -> list[str]:
     offload = config.offload
     uses_disk = "nvme" in offload.kinds or ("auto" in offload.kinds and offload.path is not None)
     note = in_memory(folders_of(offload.paths)) if uses_disk and config.mode not in ("doctor", "explain") else ""
-    return [note] if note else []
+    starts = launch.notes_on_start(config.launch.device) if config.mode not in RUNS_NOTHING else []
+    return [*starts, *([note] if note else [])]
 
 
 def _check_path(offload: Offload) -> None:

@@ -25,11 +25,11 @@ def complaint(
     """
     if key.startswith("hydra") or key == "ds_config":
         return ""
+    options = options_of(key, folders)
+    if (message := foreign_message(word)) and (options or not is_sweep):
+        return message
     if is_sweep:
         return f"{word} is a list of runs. Add -m to run them one after another."
-    if message := foreign_message(word):
-        return message
-    options = options_of(key, folders)
     if options and is_delete and key not in PRESET_GROUPS:
         return f"{word}: a run needs one option of {key}. Choose from {', '.join(options)}."
     if options and isinstance(value, list):

@@ -40,7 +40,7 @@ from zero.deepspeed import config as ds_config
 from zero.errors import SettingError, one_line
 from zero.platform.run_files import hold, making
 from zero.trainer.complaints import complaint, of_another_option, unknown_setting
-from zero.trainer.config import Config, is_section, keys, keys_of, kinds
+from zero.trainer.config import Config, default_lr, is_section, keys, keys_of, kinds
 from zero.trainer.foreign_settings import foreign_message
 from zero.trainer.option_files import CONF, PRESET_GROUPS, option_folders
 
@@ -73,7 +73,8 @@ def _declared(group: str | None, name: str | None) -> dict[str, Any]:
     section = kinds(group).get(str(name))
     if section is None:
         return plain[group]
-    return {"name": name, **section.model_construct().model_dump(by_alias=True, mode="json")}
+    declared = {"name": name, **section.model_construct().model_dump(by_alias=True, mode="json")}
+    return declared | {"lr": None} if group == "optim" else declared  # see `settings_in`
 
 
 def _option(group: str, name: str | None) -> Mapping[str, Any]:
@@ -130,12 +131,25 @@ def _parsed(words: Sequence[str]) -> list[Override]:
             overrides.append(parser.parse_override(word))
         except HydraException:
             advice = "Write key=value, and quote what the shell or Hydra would interpret."
-            raise SettingError(foreign_message(word) or f"{suggest.shown(word)} cannot be read. {advice}") from None
+            cannot = f"{suggest.shown(word)} cannot be read. {advice}"
+            raise SettingError(foreign_message(word) or _spaced(words) or cannot) from None
     return overrides
 
 
+def _spaced(words: Sequence[str]) -> str:
+    """Return the error message for a setting with blanks around its =, which is several words; "" if there is none."""
+    match = re.search(r"^([\w.]+)(?:\n=\n?|=\n)([^=\n]+)$", "\n".join(words), re.MULTILINE)
+    if match is None:
+        return ""
+    key, value = match.groups()
+    return f"{key} = {suggest.shown(value)} has blanks around its =. Write {suggest.typed(f'{key}={value}')}."
+
+
 def settings_in(composed: Any) -> dict[str, Any]:
-    """Return the run's settings in Hydra's configuration as plain values, with the settings of its ds_config."""
+    """Return the run's settings in Hydra's configuration as plain values, with the settings of its ds_config.
+
+    An optim.lr that nothing sets gets its default here, because that depends on the model.
+    """
     ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     try:
         settings: Any = OmegaConf.to_container(ours, resolve=True)
@@ -143,6 +157,8 @@ def settings_in(composed: Any) -> dict[str, Any]:
         raise SettingError(one_line(error)) from None
     if settings.pop("ds_config"):
         return settings_in(_with_ds_config(composed))
+    if settings["optim"].get("lr") is None and "optim.lr" not in _typed_keys(_hydra_of(composed)):
+        settings["optim"]["lr"] = default_lr(settings)
     return _without_other_options(settings, _hydra_of(composed))
 
 
@@ -207,11 +223,16 @@ def with_typed_steps(arguments: list[str]) -> list[str]:
 
 
 def notes_of(composed: Any) -> Iterator[str]:
-    """Yield warnings: ignored keys of a ds_config, and settings of the typed model that a preset replaces."""
+    """Yield warnings: ignored keys of a ds_config, keys typed twice, and settings of a model that a preset replaces."""
     if composed.ds_config:
         yield from ds_config.translate(composed.ds_config).notes
     hydra_config = _hydra_of(composed)
     typed, choices = _typed_keys(hydra_config), hydra_config.runtime.choices
+    last = dict[str, str]()
+    for word in hydra_config.overrides.task:
+        if last.setdefault(_key_of(word), word) != word:
+            yield f"{last[_key_of(word)]} is replaced by {word}, which is typed later"
+        last[_key_of(word)] = word
     option, chosen = (
         flat_fields(_option("model", choices.model) if "model" in typed else {}),
         flat_fields(composed.model),

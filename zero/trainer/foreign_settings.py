@@ -19,13 +19,23 @@ def foreign_settings() -> Mapping[str, Mapping[str, str]]:
     return words
 
 
+@cache
+def _texts() -> Mapping[str, str]:
+    return {_bare(name): text for table in foreign_settings().values() for name, text in table.items()}
+
+
+def _bare(name: str) -> str:
+    """Return a name without what programs write differently: adamw_8bit or adamw8bit, [a,b] or a,b."""
+    return name.lower().translate(str.maketrans("", "", "-_[] "))
+
+
 def foreign_message(word: str) -> str:
     """Return the error message for a setting of another program; "" for other words of a command line."""
     key, _, value = word.lstrip("+").partition("=")
-    table = {**foreign_settings()["type"], **foreign_settings()["reason"]}
-    section, _, name = key.lower().replace("-", "_").rpartition(".")
-    if word.lower() in table and "=" in word:
-        name, wrong = word.lower(), f"{suggest.shown(word)} does not exist"
+    table = _texts()
+    section, _, name = _bare(key).rpartition(".")
+    if _bare(word) in table and "=" in word:
+        name, wrong = _bare(word), f"{suggest.shown(word)} does not exist"
     elif (
         key not in keys()
         and name in table
@@ -35,7 +45,7 @@ def foreign_message(word: str) -> str:
     else:
         return ""
     text = table[name]
-    if name in foreign_settings()["reason"]:
+    if text in foreign_settings()["reason"].values():
         return f"{wrong}. {text}"
     if "{}" not in text and value.lower() in _OFF:
         return f"{wrong}. Leave it out."

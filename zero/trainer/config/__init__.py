@@ -24,7 +24,7 @@ from zero.trainer.config.sections import (
 )
 from zero.trainer.data.source import ChatConfig, DataConfig, TextConfig, TokenisedConfig, TokensConfig
 from zero.trainer.models.gpt_config import UNIT_CLASSES, GPTConfig
-from zero.trainer.models.hf_config import HFConfig
+from zero.trainer.models.hf_config import HFConfig, tuned_lr
 
 
 def _gpt_unless_named(value: Any) -> Any:
@@ -99,9 +99,6 @@ class Config(Settings):
             raise ConfigError("data=chat needs model=hf model.path=FOLDER, a model of transformers")
         if isinstance(self.data, TokenisedConfig) and self.data.mix is not None and self.epochs is not None:
             raise ConfigError(f"epochs={self.epochs}: the sources of data.mix end at different steps. Set steps.")
-        stop_at = self.debug.stop_at
-        if stop_at is not None and stop_at > self.steps and self.epochs is None:
-            raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")
         if self.zero.sequence > 1 and self.zero.compile:
             raise ConfigError("zero.compile cannot compile the exchanges of zero.sequence. Remove one of them.")
         if self.model.seq % self.zero.sequence:
@@ -111,6 +108,18 @@ class Config(Settings):
         if isinstance(self.model, GPTConfig):
             self._model_agrees(self.model)
         return self
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether `steps` is the number of steps, and not `epochs` of data that is still to be read."""
+        return self.epochs is None
+
+    def check_steps(self) -> None:
+        """Raise ConfigError if the schedule or debug.stop_at does not fit in `steps`."""
+        super().check_steps()
+        stop_at = self.debug.stop_at
+        if stop_at is not None and stop_at > self.steps:
+            raise ConfigError(f"debug.stop_at={stop_at} is above steps={self.steps}. Lower it.")
 
     def _model_agrees(self, model: GPTConfig) -> None:
         """Check settings against the classes and the vocabulary of a GPT.
@@ -243,6 +252,16 @@ def defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
             own = model.model_construct().model_dump(by_alias=True, mode="json")
             defaults[section] = own | {"name": defaults[section]["name"]}
     return defaults
+
+
+def default_lr(settings: Mapping[str, Any]) -> float | None:
+    """Return the default of optim.lr for composed settings, which may be wrong; None for an unknown optimizer."""
+    match settings:
+        case {"optim": {"name": "adam" | "adamw"}, "model": {"name": "hf", "path": str(path), "lora": {"rank": rank}}}:
+            if (lr := tuned_lr(path, adapts=bool(rank))) is not None:
+                return lr
+    optimizer = kinds("optim").get(settings["optim"].get("name"))
+    return None if optimizer is None else optimizer.model_fields["lr"].default
 
 
 def flat(config: Config) -> dict[str, str]:

@@ -22,6 +22,7 @@ from zero.core.setting_types import (
     key,
     memory_bytes,
     or_auto,
+    validate_text,
 )
 from zero.settings.step_sections import Zero
 
@@ -36,7 +37,12 @@ def _pcie(value: object) -> str:
     return str(value)
 
 
+def _gpu(value: object) -> str:
+    return validate_text(str(value) if type(value) is int else value)  # 4090
+
+
 DiskBytes = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]
+GPUName = Annotated[str, Reads("text", _gpu)]
 PCIe = Annotated[str, Reads("a generation from 3 to 6 and lanes, such as 5x16", _pcie)]
 
 
@@ -197,7 +203,7 @@ class MachineSection(Section):
         unit="processes",
         example="4 mode=plan",
     )
-    gpu: PlainText | None = key(
+    gpu: GPUName | None = key(
         None, "model of the GPUs, such as H100, for their memory and rates; null: round rates", example="H100 mode=plan"
     )
     pcie: PCIe | None = key(

@@ -26,7 +26,8 @@ from zero.core.setting_types import (
 )
 from zero.core.suggest import shown
 from zero.errors import ConfigError
-from zero.trainer.data.files import split_files, text_files
+from zero.trainer.data.files import files_below, split_files, text_files
+from zero.trainer.data.records import READERS
 from zero.trainer.data.tokenizer import Tokenizer
 
 Holdout = Annotated[float, Field(gt=0, le=0.5)]
@@ -291,23 +292,31 @@ def check_text(config: TextConfig, row: int) -> None:
     if not root.exists():
         raise ConfigError(f"data.folder={root} does not exist. Give a folder with text files.")
     if not root.is_dir():
-        raise ConfigError(f"data.folder={root} is not a folder. Give the folder that holds this file.")
-    files, train, held = [], 0, 0
+        is_file = ConfigError(f"data.folder={root} is not a folder. Give the folder that holds this file.")
+        raise _holds_records(root) if root.suffix in READERS else is_file
+    files, train, held, records = [], 0, 0, True
     for file in text_files(root, config.skip):
         files.append(file)
+        records = records and file.path.suffix in READERS
         if file.draw < config.holdout:
             held += file.size
         else:
             train += file.size
-        if min(train, held) > row:
+        if min(train, held) > row and not records:
             return  # without walking a large folder to its end
+    if records and any(files_below(root, lambda path: path.suffix in READERS, config.skip)):
+        raise _holds_records(root)
     if not files:
-        raise ConfigError(
-            f"data.folder={root} holds no text file. The search skips folders named {', '.join(config.skip)}."
-        )
+        skipped = ", ".join(config.skip)
+        raise ConfigError(f"data.folder={root} holds no text file. The search skips folders named {skipped}.")
     split = split_files(files, config.holdout)
     train = sum(file.size for file in split.train) - split.tail
     check_length(f"data.folder={root}", train, sum(file.size for file in split.held) + split.tail, row, config.holdout)
+
+
+def _holds_records(place: Path) -> ConfigError:
+    instead = f"Type data=hf data.path={place}, with data.tokenizer=FOLDER or model=hf."
+    return ConfigError(f"data.folder={place} holds records ({', '.join(READERS)}), not text. {instead}")
 
 
 def check_tokens(config: TokensConfig, row: int) -> None:

@@ -37,12 +37,38 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
     _check_alone(ranks)
     if ranks != "auto":
         return ranks
-    if device == "cpu" or not (Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()):
-        return 1
+    return 1 if device == "cpu" else max(1, _count_gpus())
+
+
+def notes_on_start(device: str) -> list[str]:
+    """Return warnings about an environment in which a run is another one than was probably meant."""
+    notes = []
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        notes.append(
+            f"RANK={os.environ['RANK']} without WORLD_SIZE is ignored: this is a run of its own. torchrun starts ranks."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible in ("", "-1")  # on purpose
+    if device == "auto" and _has_driver() and not hidden and not _count_gpus():
+        why = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+        notes.append(
+            f"there is a GPU driver, but torch finds no GPU{why}, so a CPU trains. Set launch.device=cuda or cpu."
+        )
+    return notes
+
+
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").exists()
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs that torch finds; imports torch only where there is a driver."""
+    if not _has_driver():
+        return 0
     with signals_waiting():
         import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
 
 
 def under_torchrun() -> bool:

@@ -126,3 +126,15 @@ class HFConfig(Section):
             raise ConfigError(f"model.path={self.path}: no readable config.json in it ({error})") from error
         if not isinstance(settings, dict):
             raise ConfigError(f"model.path={self.path}: its config.json is not a JSON object")
+
+
+def tuned_lr(path: str, *, adapts: bool) -> float | None:
+    """Return the default learning rate of Adam for the weights at `path`, or for an adapter on them; None without any.
+
+    Args:
+        path: as `HFConfig.path`.
+        adapts: whether an adapter trains.
+    """
+    if not hub.is_name(path) and not any(Path(path).glob(hub.WEIGHTS)):
+        return None
+    return 2e-4 if adapts else 2e-5

@@ -161,11 +161,17 @@ def described_gpu(config: Config) -> Peak | None:
     name = config.plan.gpu
     if name is None:
         return None
-    if (peak := peak_of(name)) is None:
+    short = _compact(name)
+    peak = peak_of(name) or next((peak for peak in PEAKS if _compact(peak.words) in (short, f"RTX{short}")), None)
+    if peak is None:
         known = [peak.words for peak in PEAKS]
         hint = meant(name.upper(), known) or f". Choose from {', '.join(known)}."
         raise ConfigError(f"plan.gpu={name} is not known{hint}")
     return peak
+
+
+def _compact(name: str) -> str:
+    return name.upper().replace(" ", "")
 
 
 def _usable_bytes(config: Config, device: Device) -> int:

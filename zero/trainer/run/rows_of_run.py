@@ -11,7 +11,7 @@ def open_rows(config: Config, world: World, tracker: Tracker) -> tuple[Config, D
     """Return the settings with the number of steps, and the data, which is the same on every rank. Collective.
 
     Raises:
-        ConfigError: as `open_data`; or ranks have other settings or other data.
+        ConfigError: as `open_data`; or ranks have other settings or data; or the schedule does not fit in the steps.
     """
     rows = config.batch_on(world.size).numbers()[0]
     tracker.waiting("the data")
@@ -24,4 +24,6 @@ def open_rows(config: Config, world: World, tracker: Tracker) -> tuple[Config, D
     tokens = count * config.model.seq
     tracker.note(f"epochs={config.epochs}: {count:,} rows, {steps:,} steps of {rows}, {tokens:,} tokens with padding")
     tracker.expect(steps)
-    return config.model_copy(update={"steps": steps}), data
+    config = config.model_copy(update={"steps": steps})
+    config.check_steps()
+    return config, data

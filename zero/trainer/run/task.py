@@ -14,12 +14,13 @@ from zero.engine.meta import empty
 from zero.errors import ConfigError
 from zero.integrations.sequence import sequence_parallel
 from zero.sequence import SharedRows, open_group
+from zero.settings.optimizers import AdamSection
 from zero.trainer.config import Config
 from zero.trainer.data.source import ChatConfig
 from zero.trainer.models import hf
 from zero.trainer.models.gpt import GPT, loss
 from zero.trainer.models.gpt_config import GPTConfig
-from zero.trainer.models.hf_config import HFConfig
+from zero.trainer.models.hf_config import HFConfig, tuned_lr
 from zero.trainer.models.lora import add_lora
 
 Loss = Tensor | tuple[Tensor, Tensor]
@@ -149,9 +150,12 @@ def _notes_on(config: Config, weights: hf.HFWeights | None, folder: Path) -> Ite
     yield str(weights)
     if weights.unused:
         yield f"warning: tensors that this model does not use: {some(weights.unused)}"
+    adapts = bool(weights.fresh)
+    if isinstance(config.optim, AdamSection) and config.optim.lr == tuned_lr(str(folder), adapts=adapts):
+        yield f"optim.lr={config.optim.lr:g}, the default for {'an adapter' if adapts else 'trained weights'}"
     default = type(config.optim)().lr
     if config.optim.lr >= default and not weights.fresh:  # an adapter is new
         yield (
             f"warning: optim.lr={config.optim.lr:g} suits random weights and may destroy these trained ones. "
-            f"A usual value is optim.lr={default / 100:g}."
+            f"A usual value is optim.lr={default / 50:g}."
         )

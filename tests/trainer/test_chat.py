@@ -28,7 +28,7 @@ from zero.trainer.data.records import Record  # noqa: E402
 from zero.trainer.data.rows import coded, positions_of, tokens_of, trains_of  # noqa: E402
 from zero.trainer.data.source import ChatConfig  # noqa: E402
 from zero.trainer.data.windows import slice_of  # noqa: E402
-from zero.trainer.models import hf  # noqa: E402
+from zero.trainer.models import generate, hf  # noqa: E402
 
 SEQ = 96
 TURN = (
@@ -195,6 +195,9 @@ def test_tool_calls_train_and_results_do_not(llama):
     [
         ({"text": "a"}, "here is no chat: it has text. Give messages"),
         ({"messages": [{"content": "a"}]}, "here: a message has no role"),
+        ({"messages": []}, "here: messages are empty"),
+        ({"messages": [{"role": "user", "content": None}]}, "here: a message of the role 'user' has no content"),
+        ({"messages": [user("a"), {"role": "assistant"}]}, "here: a message of the role 'assistant' has no content"),
         ({"messages": [{"role": "narrator", "content": "a"}]}, "here: a message has the role 'narrator'"),
         ({"messages": "a"}, "here: messages are str, not a list"),
         ({"prompt": "a", "completion": TWO_TURNS}, "are a text and a list"),
@@ -478,6 +481,22 @@ def test_a_run_that_goes_on_with_another_batch_reads_the_rows_that_follow(llama,
         assert run(llama, data, *words, f"batch.global={batch}", f"debug.stop_at={last}") == 0
     steps = [places for places in read if places != (0, 1)]  # without the row of the report
     assert steps == [(0, 4), (4, 8), (8, 12), (12, 14), (14, 16), (16, 18), (18, 24), (24, 30), (30, 36)]
+
+
+def test_a_sample_asks_a_held_out_question_and_ends_with_the_turn(llama, data):
+    opened = open_data(data, SEQ, 0)
+    prompt, end = opened.prompt(SEQ)
+    text = opened.decode(prompt[0])
+    assert text.endswith("<|im_start|>assistant\n")
+    assert text in opened.decode(opened.validation(0, 1)[0])
+    assert opened.prompt(5)[0].tolist() == prompt[:, -5:].tolist()
+    drawn = iter((65, 66, end, 67))
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(torch.full(tokens.shape, next(drawn)), 400).float()
+
+    row = generate(logits, prompt, 9, seq=SEQ, temperature=0, end=end)
+    assert row[0, prompt.shape[1] :].tolist() == [65, 66, end]
 
 
 def test_epochs_with_another_batch_name_the_steps_that_are_left(llama, data, here, capsys):

@@ -205,6 +205,9 @@ def test_rows_of_a_mix_are_those_of_its_sources(llama, tmp_path, kind):
     assert 2 <= len(validated) == len({tuple(row) for row in validated})
     assert {tuple(row) for row in validated} <= held
     assert "2 of 3 from code" in data.about
+    lost = {**config.mix, "prose": {"path": "nowhere.jsonl", "weight": 1}}
+    with pytest.raises(ConfigError, match=r"^data\.mix: prose: path=nowhere\.jsonl does not exist"):
+        check_data(config.model_copy(update={"mix": lost}), SEQ)
     with pytest.raises(ConfigError, match="epochs means nothing"):
         data.rows_of_epochs(1)
     with pytest.raises(ConfigError, match=r"the sources of data\.mix end at different steps"):
@@ -262,8 +265,11 @@ def test_validation_from_a_file_of_its_own_leaves_all_to_training(llama, tmp_pat
         assert {f"train {n}{n}" for n in range(60)} == {part for part in set(trained.split("<|im_end|>")) if part}
         assert held.count("held") == 20
     check_data(config, 24, str(tmp_path / "held.jsonl"))
-    with pytest.raises(ConfigError, match=r"nowhere\.jsonl does not exist"):
+    with pytest.raises(ConfigError, match=r"^val\.path=.*nowhere\.jsonl does not exist"):
         check_data(config, 24, str(tmp_path / "nowhere.jsonl"))
+    if kind is ChatConfig:
+        assert data.about.startswith(": 60 chats to train (prompt and completion), trained on the completions")
+        assert "; validation: 20 chats to validate (" in data.about
 
 
 def test_val_path_of_texts_and_of_a_run(llama, here):

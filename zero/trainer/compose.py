@@ -37,7 +37,7 @@ from zero.core import suggest
 from zero.core.schema import flat_fields
 from zero.core.secret import refuse_secrets
 from zero.deepspeed import config as ds_config
-from zero.errors import SettingError, one_line
+from zero.errors import ConfigError, SettingError, one_line
 from zero.platform.run_files import hold, making
 from zero.trainer.complaints import complaint, of_another_option, unknown_setting
 from zero.trainer.config import Config, default_lr, is_section, keys, keys_of, kinds
@@ -217,8 +217,10 @@ def at_home(word: str) -> str:
 
 
 def with_typed_steps(arguments: list[str]) -> list[str]:
-    """Return the command line without the epochs of an experiment if `steps` is typed."""
+    """Return the command line without the epochs of an experiment if `steps` is typed; both raise ConfigError."""
     keys = {word.partition("=")[0] for word in arguments}
+    if {"steps", "epochs"} <= keys and "epochs=null" not in arguments:
+        raise ConfigError("steps and epochs: one follows from the other. Set one of them.")
     return [*arguments, "epochs=null"] if {"experiment", "steps"} <= keys and "epochs" not in keys else arguments
 
 

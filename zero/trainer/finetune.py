@@ -36,8 +36,8 @@ def finetune(
         settings: settings of train.py, with two underscores for a dot: `optim__lr=1e-5`, `launch__ranks=2`.
 
     Raises:
-        ConfigError: `output` exists already, or the settings are wrong; stderr has the line.
-        MachineError: the run failed; stderr has the line.
+        ConfigError: `output` exists already, or the settings are wrong.
+        MachineError: the run failed.
     """
     out = Path(output)
     if out.exists():
@@ -65,7 +65,12 @@ def in_hydra(value: Any) -> str:
 
 def _zero_train(*words: str) -> None:
     """Run a command in a process of its own, so that a notebook keeps its memory and its signals."""
-    code = subprocess.run([sys.executable, "-m", "zero", *words], check=False).returncode
-    if code:
-        failure = ConfigError if code == 2 else MachineError
-        raise failure(f"zero-train {' '.join(words)} ended with exit code {code}")
+    last = ""
+    with subprocess.Popen([sys.executable, "-m", "zero", *words], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            last = line.strip() or last
+    if process.returncode:
+        failure = ConfigError if process.returncode == 2 else MachineError
+        raise failure(last or f"zero-train {' '.join(words)} ended with exit code {process.returncode}")

@@ -25,7 +25,9 @@ def origin_section(run: RecordedRun) -> Html:
         if ranks > 1 and not any(word.startswith("launch.ranks=") for word in words):
             words[f"launch.ranks={ranks:.0f}"] = None  # torchrun or the default may have chosen them
         steps = finite_values(run.config.get("steps"))
-        longer = {"steps": round(2 * steps)} if run.status == "finished" and steps else {}
+        epochs = finite_values(run.config.get("epochs"))
+        longer = {"epochs": round(2 * epochs)} if epochs else {"steps": round(2 * steps)} if steps else {}
+        longer = longer if run.status == "finished" else {}
         facts["command"] = code(as_called(suggest.command(words)))
         facts["checkpoint"] = code(saved) if saved else "none was saved. checkpoint.every=100 saves every 100 steps"
         if saved:

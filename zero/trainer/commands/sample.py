@@ -1,4 +1,4 @@
-"""Continue a text with the model in a checkpoint.
+"""Continue a text with the model in a checkpoint, or answer it if the run trained on chats.
 
 scripts/sample RUN "def main("                     RUN: a checkpoint, a run, or a folder of checkpoints
 scripts/sample RUN "def main(" --tokens 200 --temperature 0
@@ -21,7 +21,10 @@ from zero.trainer.text_output import command_line
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("sample", __doc__)
     parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
-    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument(
+        "prompt", help="the text to continue; of a run with data=chat a question, to which its template is applied"
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     parser.add_argument("--tokens", type=whole_number, default=200, help="how many tokens to generate")
     parser.add_argument("--temperature", type=temperature, default=0.8, help="0: always the most likely token")
     parser.add_argument(
@@ -44,10 +47,14 @@ def temperature(text: str) -> float:
     return value
 
 
-def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
-    """Return (encode, decode) with the tokenizer of the run's data.
+def coder(data: Any, *, raw: bool) -> tuple[Callable[[str], list[int]], Callable[[Any], str], int | None]:
+    """Return (encode, decode, end) with the tokenizer of the run's data.
 
-    `encode` maps a text to a list of at least one token, `decode` a 1-D tensor of tokens to a text.
+    `encode` maps a text to a list of at least one token, `decode` a 1-D tensor of tokens to a text. `end` is the token
+    that ends an answer, None without chats.
+
+    Args:
+        raw: never apply a chat template.
 
     Raises:
         ConfigError: the data has no text.
@@ -63,13 +70,14 @@ def coder(data: Any) -> tuple[Callable[[str], list[int]], Callable[[Any], str]]:
 
         def encode(text: str) -> list[int]:
             asked = octets(text).decode(errors="replace")
-            if isinstance(data, ChatConfig):
+            if isinstance(data, ChatConfig) and not raw:
                 return ChatEncoder(data.tokenizer, data.template, tokenizer.end).asked(asked)
             return tokenizer.encode([asked])[0] or [tokenizer.end]
 
-        return encode, lambda row: tokenizer.decode(row.tolist())
+        end = tokenizer.end if isinstance(data, ChatConfig) and not raw else None
+        return encode, lambda row: tokenizer.decode(row.tolist()), end
     if isinstance(data, TextConfig):
-        return lambda text: list(octets(text) or b"\n"), decode_bytes
+        return lambda text: list(octets(text) or b"\n"), decode_bytes, None
     raise ConfigError(f"data={data.name} has no text, so a prompt cannot be turned into tokens")
 
 
@@ -103,7 +111,7 @@ def main(words: Sequence[str]) -> int:
         evaluation = {"mode": "eval", "resume": str(checkpoint.folder)}  # no training
         whole_rows = {"zero": {**saved.get("zero", {}), "sequence": 1}}
         config = read({**saved, **evaluation, **whole_rows, "offload": {}, "launch": {}, "batch": {}}).on(world.size)
-        encode, decode = coder(config.source())
+        encode, decode, end = coder(config.source(), raw=options.raw)
         task = build_task(config)
         plan = build_plan(config, task.model, world)
         with contextlib.closing(zero.open_store(plan)) as store:
@@ -111,7 +119,13 @@ def main(words: Sequence[str]) -> int:
             logits = partial(zero.make_forward(plan, task.logits), state)
             prompt = torch.tensor([encode(options.prompt)])
             row = generate(
-                logits, prompt, options.tokens, seq=config.model.seq, temperature=options.temperature, seed=options.seed
+                logits,
+                prompt,
+                options.tokens,
+                seq=config.model.seq,
+                temperature=options.temperature,
+                seed=options.seed,
+                end=end,
             )
         print(printable(decode(row[0])))
     except ZeroError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -167,6 +168,11 @@ class Config(Settings):
         """
         data = self.data
         if isinstance(data, TokenisedConfig) and data.tokenizer is None and isinstance(self.model, HFConfig):
+            if not self.model.has_tokenizer and not Path(self.model.path).exists() and "/" not in self.model.path:
+                raise ConfigError(
+                    f"model.path={self.model.path} is no folder, so it has no tokenizer. Give a folder with a model, "
+                    "or data.tokenizer=PATH."
+                )
             if not self.model.has_tokenizer:
                 raise ConfigError(
                     f"model.path={self.model.path} has no tokenizer. Set data.tokenizer=PATH, a tokenizer.json or a "

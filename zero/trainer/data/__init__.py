@@ -5,6 +5,8 @@ a run that continues with another number of ranks or another batch reads the row
 without torch; `open_data` imports it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from zero.errors import ConfigError
@@ -39,13 +41,16 @@ def check_data(config: DataConfig, seq: int, held: str | None = None) -> None:
         ConfigError: the message has one line and names the key as the user types it.
     """
     if held is not None:
-        for part in apart(config, held):
-            check_data(part, seq)
+        training, validation = apart(config, held)
+        check_data(training, seq)
+        with _named("val.path"):
+            check_data(validation, seq)
         return
     try:
         if isinstance(config, TokenisedConfig) and config.mix is not None:
-            for _, source in config.sources.values():
-                check_data(source, seq)
+            for name, (_, source) in config.sources.items():
+                with _named(f"data.mix: {name}: path"):
+                    check_data(source, seq)
         elif isinstance(config, TextConfig):
             check_text(config, seq + 1)
         elif isinstance(config, TokensConfig):
@@ -60,6 +65,17 @@ def check_data(config: DataConfig, seq: int, held: str | None = None) -> None:
             check_chats(config)
     except OSError as error:
         raise ConfigError(f"data.{config.name}: {error.filename}: {error.strerror}") from error
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Name another setting than data.path in an error."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith("data.path"):
+            raise
+        raise ConfigError(f"{setting}{str(error).removeprefix('data.path')}") from error
 
 
 def open_data(

@@ -79,6 +79,9 @@ class Mixed(Data):
     def decode(self, tokens: Tensor) -> str:
         return self._all[0].decode(tokens)
 
+    def prompt(self, longest: int) -> tuple[Tensor, int | None]:
+        return self._all[0].prompt(longest)
+
     def rows_of_epochs(self, count: int) -> int:
         raise ConfigError("data.mix: its sources end at different steps, so epochs means nothing. Set steps.")
 
@@ -124,6 +127,9 @@ class Apart(Data):
 
     def decode(self, tokens: Tensor) -> str:
         return self.train.decode(tokens)
+
+    def prompt(self, longest: int) -> tuple[Tensor, int | None]:
+        return self.held.prompt(longest)
 
     def rows_of_epochs(self, count: int) -> int:
         return self.train.rows_of_epochs(count)

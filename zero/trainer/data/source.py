@@ -222,7 +222,7 @@ class TokenisedConfig(Section):
 class HFTextConfig(TokenisedConfig):
     """Settings of data=hf: texts encoded once with a Hugging Face tokenizer and cached as tokens."""
 
-    needs: ClassVar = "FOLDER, a folder of text or JSONL files"
+    needs: ClassVar = "FOLDER, texts or records in JSON, CSV or Parquet"
 
     name: Literal["hf"] = key("hf", "kind of data")
     path: NeededPaths = key(
@@ -241,7 +241,7 @@ class HFTextConfig(TokenisedConfig):
 class ChatConfig(TokenisedConfig):
     """Settings of data=chat: chats, or prompts with completions, of which the assistant's tokens are trained."""
 
-    needs: ClassVar = "FILE, a JSONL or Parquet file of chats"
+    needs: ClassVar = "FILE, chats in JSON, CSV or Parquet"
 
     name: Literal["chat"] = key("chat", "kind of data")
     path: NeededPaths = key(

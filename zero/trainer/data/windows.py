@@ -11,6 +11,8 @@ from torch import Tensor
 from zero.errors import ConfigError
 from zero.trainer.data.order import draw
 
+PROMPT_TOKENS = 32
+
 
 class Data(Protocol):
     """The data of a run. Rows have seq + 1 tokens, int64 on the CPU; every method is a pure function."""
@@ -48,6 +50,10 @@ class Data(Protocol):
     def lengths(self) -> Sequence[int]:
         """Return the numbers of tokens of the documents, before they are cut; [] if rows are not of documents."""
         return []
+
+    def prompt(self, longest: int) -> tuple[Tensor, int | None]:
+        """Return the tokens of a prompt for a sample, (1, t) with t <= longest, and the token that ends an answer."""
+        return self.validation(0, 1)[:, : min(PROMPT_TOKENS, longest)], None
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of a 1-D tensor of tokens."""

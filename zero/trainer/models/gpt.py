@@ -196,6 +196,7 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     stopped: Callable[[], bool] = lambda: False,
+    end: int | None = None,
 ) -> Tensor:
     """Append n generated tokens to each row of the prompt.
 
@@ -207,9 +208,10 @@ def generate(
         prompt: (b, t) int64, t >= 1; the model sees only its last seq tokens.
         temperature: 0 takes the most likely token.
         stopped: called before each token; the generation ends early when it returns true.
+        end: the token behind which the generation ends, if it is drawn in all rows; None: no token.
 
     Returns:
-        (b, t + n) int64 on the prompt's device, prompt included; fewer columns if stopped.
+        (b, t + n) int64 on the prompt's device, prompt included; fewer columns if it ended early.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tokens = prompt
@@ -224,4 +226,6 @@ def generate(
                 below = logits - logits.amax(dim=-1, keepdim=True)  # else a tiny temperature makes infinities
                 chosen = torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
+            if end is not None and bool((chosen == end).all()):
+                break
     return tokens

@@ -13,7 +13,6 @@ from torch import Tensor
 from zero.distributed.world import World
 from zero.progress import Progress, silent
 from zero.trainer.config import Config
-from zero.trainer.data.rows import tokens_of
 from zero.trainer.data.source import TextConfig
 from zero.trainer.data.windows import Data, slice_of
 from zero.trainer.launch import preempted
@@ -61,8 +60,8 @@ def validation_loss(
 def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, config: Config) -> str:
     """Return a prompt and the text that the model generates after it, with the settings in `config.sample`. Collective.
 
-    The prompt is `def main(` for Python's standard library, otherwise the first 32 tokens of a validation row. If any
-    rank is requested to stop, the text ends early.
+    The prompt is `def main(` for Python's standard library, the question of a held-out chat, or else the first tokens
+    of a validation row. If any rank is requested to stop, the text ends early.
 
     Args:
         logits: maps tokens (1, t) int64 on the world's device to logits (1, t, vocab).
@@ -76,11 +75,18 @@ def sample_text(logits: Callable[[Tensor], Tensor], data: Data, world: World, co
     seq, sample = config.model.seq, config.sample
     source = config.source()
     if isinstance(source, TextConfig) and source.folder is None:  # Python's standard library
-        prompt = torch.tensor([list(b"def main(")])[:, :seq].to(world.device)
+        prompt, end = torch.tensor([list(b"def main(")])[:, :seq], None
     else:
-        prompt = tokens_of(data.validation(0, 1)[:, : min(32, seq)]).to(world.device)
+        prompt, end = data.prompt(seq)
     continued = generate(
-        logits, prompt, sample.tokens, seq=seq, temperature=sample.temperature, seed=config.seed, stopped=stopped
+        logits,
+        prompt.to(world.device),
+        sample.tokens,
+        seq=seq,
+        temperature=sample.temperature,
+        seed=config.seed,
+        stopped=stopped,
+        end=end,
     )
     return printable(data.decode(continued[0].cpu()))
 

@@ -40,7 +40,7 @@ def refuse_other_model(config: Config, checkpoint: Checkpoint) -> None:
         return
     if other := _as_saved("model", ours, theirs):
         data = _saved(checkpoint.facts).get("data")
-        if config.mode == "eval" and isinstance(data, Mapping):
+        if isinstance(data, Mapping):
             other += _as_saved("data", config.plain()["data"], data)
         raise CheckpointError(
             f"{checkpoint.folder} was saved with another model. Add {' '.join(other)}, or list in checkpoint.partial "

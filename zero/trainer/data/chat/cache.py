@@ -117,8 +117,11 @@ def open_chats(config: ChatConfig, seq: int, seed: int, world: "World | None", p
 def _about(about: dict[str, Any], counts: Counter[str], train: int, held: int, lengths: Iterable[int]) -> str:
     """Return a line about the chats."""
     formats = ", ".join(about["formats"])
-    mask = "the template's marks" if about["marks"] else "the assistant's turns"
-    texts = [f": {train:,} chats to train and {held:,} to validate ({formats}), trained on {mask}"]
+    answers = "the assistant's turns" if {"messages", "conversations"} & {*about["formats"]} else "the completions"
+    mask = "the template's marks" if about["marks"] else answers
+    counts_of = {"to train": train, "to validate": held}
+    shares = " and ".join(f"{count:,} chats {share}" for share, count in counts_of.items() if count)
+    texts = [f": {shares} ({formats}), trained on {mask}"]
     texts += [f"{about['empty']:,} without a token that trains"] * (about["empty"] > 0)
     texts += [f"{about['only last']:,} of which only the last turn trains"] * (about["only last"] > 0)
     texts += [f"{counts['longer than a row']:,} longer than a row"] * (counts["longer than a row"] > 0)

@@ -71,6 +71,10 @@ class Chats(Data):
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]
 
+    def prompt(self, longest: int) -> tuple[Tensor, int | None]:
+        chat = self._document(self.held[0])
+        return tokens_of(chat[: int(trains_of(chat).nonzero()[0])])[None, -longest:], self.pad
+
     def lengths(self) -> Sequence[int]:
         return self.all_lengths
 

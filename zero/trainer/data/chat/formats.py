@@ -56,7 +56,9 @@ def chat_of(record: Record) -> tuple[str, Chat]:
 
 def _messages(values: object, where: str) -> list[dict[str, Any]]:
     """Return messages with the roles and names of chat templates."""
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+    if isinstance(values, Sequence) and not values:
+        raise ConfigError(f"data.path: {where}: messages are empty. Remove this record.")
+    if not isinstance(values, Sequence) or isinstance(values, str):
         raise ConfigError(f"data.path: {where}: messages are {type(values).__name__}, not a list of messages.")
     messages = []
     for value in values:
@@ -65,6 +67,8 @@ def _messages(values: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(role, str) or role not in ROLES:
             shown = f"the role {role!r}" if role is not None else "no role"
             raise ConfigError(f"data.path: {where}: a message has {shown}. Known are {some(list(ROLES))}.")
+        if not {"content", "value", "tool_calls"} & fields.keys():
+            raise ConfigError(f"data.path: {where}: a message of the role {role!r} has no content. Remove this record.")
         content = _content(fields.pop("content", fields.get("value", "")), where)
         others = {name: each for name, each in fields.items() if name not in ("from", "value")}
         message = {**others, "role": ROLES[role], "content": content}

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from zero.core.activations import REMAT, ActivationPolicy
+from zero.engine.forward.rows import Chunks
 from zero.engine.model import call_with
 from zero.platform.modes import unobserved
 
@@ -48,13 +49,18 @@ def recomputed_call(
     call: Callable[..., Any] = call_with,
     *,
     policy: ActivationPolicy,
+    chunks: Chunks | None = None,
 ) -> Any:
     """Run `module` with `parameters` in place of its own, and recompute its activations in backward.
 
     Args:
         call: `call_with`, bound to the module's path for messages.
         policy: says which results the recomputation uses.
+        chunks: the chunks of rows that it runs on; None: all rows at once.
     """
+    if chunks is not None:
+        recomputed, alone = partial(recomputed_call, module, call=call, policy=policy), partial(_alone, module, call)
+        return chunks.run(recomputed, alone, module, parameters, args, kwargs)
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
     # it gets copies of the buffers as they were before forward.
@@ -85,6 +91,14 @@ def recomputed_call(
     }
     before.clear()
     return outputs
+
+
+def _alone(
+    module: nn.Module, call: Callable[..., Any], parameters: Mapping[str, Tensor], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run `module` with `parameters` and with copies of its buffers, once."""
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return call(parameters, module, args, kwargs, buffers=copies)
 
 
 def _contexts(policy: ActivationPolicy) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero.core.activations import ACTIVATIONS, REMAT
+from zero.core.activations.rows import ALL_ROWS
 from zero.distributed.world import World
 from zero.engine.model import split
 from zero.engine.plan import activations_of
@@ -57,7 +58,7 @@ class ActivationTraces:
         sequence = config.zero.sequence
         self._group = World(PaperGroup(sequence, local_size=sequence, device="cpu"))
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
-        self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, _Policies, int, bool], Traced] = {}
 
     def resolved(self, config: Config) -> "ActivationTraces":
         """Return a copy for the same run with other settings, such as other activations; both share their traces."""
@@ -88,10 +89,11 @@ class ActivationTraces:
         """
         seq = seq or self._config.model.seq
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
-        evaluated = partial(self._trace, chunk, seq, (), backward=False)
+        evaluated = partial(self._trace, chunk, seq, (), ALL_ROWS, backward=False)
         if not self._splitting.trains:
             return evaluated()
-        traced = self._trace(rows, seq, self._policies(device, remat), backward=True)
+        policies = self._policies(device, remat)
+        traced = self._trace(rows, seq, policies, self._chunk_rows(rows, policies), backward=True)
         if rows >= chunk:
             return traced
         return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated().peak_bytes))
@@ -105,7 +107,7 @@ class ActivationTraces:
         if device != "cpu" or self._config.launch.malloc == "lean":
             return traced_bytes
         kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP)
-        recomputes = any(ACTIVATIONS[policy].recomputes for _, policy in self._policies(device, remat))
+        recomputes = _recomputes(self._policies(device, remat))
         return min(kept_bytes, int(traced_bytes * RECOMPUTED_HEAP)) if recomputes else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:
@@ -127,8 +129,13 @@ class ActivationTraces:
         }
         return tuple((name, policy) for name, policy in policies.items() if policy in moving)
 
-    def _trace(self, rows: int, seq: int, policies: _Policies, *, backward: bool) -> Traced:
-        key = rows, seq, policies, backward
+    def _chunk_rows(self, rows: int, policies: _Policies) -> int:
+        """Return the rows of a chunk of recomputed blocks; 0 for all `rows` rows, and while `zero.rows` is auto."""
+        chunk = self._config.zero.rows
+        return chunk if chunk != "auto" and chunk < rows and _recomputes(policies) else ALL_ROWS
+
+    def _trace(self, rows: int, seq: int, policies: _Policies, chunk: int, *, backward: bool) -> Traced:
+        key = rows, seq, policies, chunk, backward
         if key not in self._traced:
             self._traced[key] = trace(
                 self.model,
@@ -137,7 +144,12 @@ class ActivationTraces:
                 torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META_DEVICE),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
+                rows=chunk,
                 backward=backward,
                 exchanged=lambda: self._group.traffic.reduce_bytes,
             )
         return self._traced[key]
+
+
+def _recomputes(policies: _Policies) -> bool:
+    return any(ACTIVATIONS[policy].recomputes for _, policy in policies)

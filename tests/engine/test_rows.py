@@ -197,7 +197,7 @@ def data(rows=ROWS):
     return torch.randn(rows, 5, WIDTH, generator=generator), torch.randn(rows, 5, WIDTH, generator=generator)
 
 
-def stack_step(model, rows, *, micro=ROWS, precision="fp32", policy="remat", check=False, seed=5, world=None):
+def stack_step(model, rows, *, micro=ROWS, precision="fp32", policy="remat", check=False, compile=False, world=None):
     """The gradients of a step over `data`, in microbatches of `micro` rows."""
     values = {key: value.detach().clone() for key, value in model.named_parameters()}
     parts = [part.split(micro) for part in data()]
@@ -209,11 +209,12 @@ def stack_step(model, rows, *, micro=ROWS, precision="fp32", policy="remat", che
         rows=rows,
         check_rows=check,
         precision=precision,
+        compile=compile,
         accumulate=len(parts[0]),
     )
     state = zero.init(plan, zero.open_store(plan), weights=lambda key, tensor: tensor.copy_(values[key]))
     step = zero.Step(state)
-    torch.manual_seed(seed)
+    torch.manual_seed(5)
     for x, weights in zip(*parts, strict=True):
         step.microbatch()
         step.backward(weighted(model, x.to(plan.precision.compute), weights) * len(parts[0]))
@@ -257,6 +258,12 @@ def test_chunks_draw_dropout_once_and_the_same_again_in_backward():
             grads, drawn = stack_step(stack(p=0.5), rows, check=check)
             assert_equal(grads, expected)
             assert drawn == after
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+def test_compiled_blocks_run_in_chunks():
+    expected, _ = stack_step(stack(), 2)
+    assert_equal(stack_step(stack(), 2, compile="eager", check=True)[0], expected)
 
 
 def test_frozen_parameters_and_several_backwards():
@@ -369,6 +376,18 @@ def test_a_unit_whose_rows_meet_raises_one_line_with_its_name(block, rows, check
         stack_step(First(block(), block()), rows, check=check)
 
 
+def test_rows_that_meet_may_be_in_one_chunk():
+    kept = {}
+    for rows in (0, ROWS):
+        torch.manual_seed(0)
+        model = Stack(Normed(True), Normed(True))
+        grads, _ = stack_step(model, rows, check=True)
+        kept[rows] = grads, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert_equal(kept[ROWS][0], kept[0][0])
+    assert kept[0][1]["blocks.0.norm.num_batches_tracked"] == 1
+    assert all(torch.equal(kept[ROWS][1][name], buffer) for name, buffer in kept[0][1].items())
+
+
 def test_the_comparison_runs_once_and_changes_nothing():
     calls = Counter()
 
@@ -388,6 +407,32 @@ def test_the_comparison_runs_once_and_changes_nothing():
     assert checked_after == after
     assert plain_calls == {2: 2 * 2 * 2 * 2}  # blocks, microbatches, chunks, forward and backward
     assert checked_calls == {2: plain_calls[2] + 2 * 2}
+
+
+def test_router_logits_that_transformers_records_for_a_balancing_loss_raise():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+
+    def step(rows, **outputs):
+        torch.manual_seed(0)
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+        values = {key: value.detach().clone() for key, value in model.named_parameters()}
+        plan = zero.Plan(
+            model, optimizer=zero.sgd(0.1), world=World.solo(), activations="remat", rows=rows, check_rows=True
+        )
+        state = zero.init(plan, zero.open_store(plan), weights=lambda key, tensor: tensor.copy_(values[key]))
+        engine = zero.Step(state)
+        engine.microbatch()
+        engine.backward(model(input_ids=batch_of(0), labels=batch_of(0), **outputs).loss)
+        return zero.full_state_dict(engine, "grad")
+
+    assert_close(step(2), step(0))
+    for outputs in ({"output_router_logits": True}, {"output_hidden_states": True}):
+        with pytest.raises(
+            ConfigError, match=r"layers\.0 writes output_collector in its forward, as batch norm and bal"
+        ):
+            step(2, **outputs)
 
 
 class Masked(nn.Module):

@@ -7,9 +7,12 @@ calls from the last to the first, so forward runs the last rows first.
 A row of the outputs has the bits that a call with all rows gives, if the kernels give a row the same bits whatever the
 number of rows. A parameter's gradient is a sum over rows, so its last bits depend on the rows of a chunk. It is that of
 microbatches of as many rows whose gradients are added up in fp32.
+
+A mode of the user sees the operators that split rows, join them and add gradients up, as a plan's trace does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from enum import Enum
 from types import NoneType
 from typing import Any, NamedTuple
@@ -46,39 +49,15 @@ class Chunks(NamedTuple):
     name: str
     compared: Body | None = None
 
-    def run(self, call: Call, alone: Call, module: nn.Module, parameters: Mapping[str, Tensor], *given: Any) -> Any:
-        """Run a call chunk by chunk, and return its outputs for all rows.
+    @unobserved()
+    def split_in(self, given: Any) -> list[Tensor]:
+        """Return the tensors in args and kwargs that have rows, each once; none if one chunk has all rows.
 
-        Args:
-            call: runs a chunk, and recomputes it in backward.
-            alone: runs a chunk without recomputation and without changing buffers, for the comparison.
-            module: the unit's module.
-            given: args and kwargs.
+        They are the first tensor with dimensions, and those with as many rows.
 
         Raises:
-            ConfigError: it is unknown which tensors have rows; or rows meet, because an output is not one for each row,
-                or because forward writes into the module.
+            ConfigError: it is unknown which tensors have rows.
         """
-        with unobserved():
-            rows = self._rows_of(given)
-        count = len(rows[0]) if rows else 0
-        if count <= self.rows:
-            return call(parameters, *given)
-        if self.compared is not None and not self.compared.compared:
-            self.compared.compared = True
-            self._compare(alone, parameters, given, rows)
-        before, summed = _kept_in(module), _summed(parameters)
-        parts = {id(tensor): tensor.split(self.rows) for tensor in rows}
-        outputs = [
-            call(_shared(*summed), *replaced(given, {key: split[number] for key, split in parts.items()}))
-            for number in reversed(range(-(-count // self.rows)))
-        ][::-1]
-        if written := [name for name, kept in _kept_in(module).items() if before.get(name) != kept]:
-            raise self._meet(f"writes {written[0]} in its forward, as batch norm does")
-        return self._joined(outputs, count)
-
-    def _rows_of(self, given: Any) -> list[Tensor]:
-        """Return the tensors that are split, each once: the first one, and those with as many rows."""
         leaves = leaves_in(given)
         tensors = [*{id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}.values()]
         if not tensors or len(tensors[0]) <= self.rows:
@@ -93,6 +72,41 @@ class Chunks(NamedTuple):
             if len(tensor) == count and count in others:
                 raise self._unknown(_described(tensor), f"and {count} is not the number of rows alone")
         return [tensor for tensor in tensors if len(tensor) == count]
+
+    def run(
+        self,
+        call: Call,
+        alone: Call,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        given: tuple[Any, Any],
+        rows: Sequence[Tensor],
+    ) -> Any:
+        """Run a call chunk by chunk, and return its outputs for all rows.
+
+        Args:
+            call: runs a chunk, and recomputes it in backward.
+            alone: runs a chunk without recomputation and without changing buffers, for the comparison.
+            module: the unit's module.
+            given: args and kwargs.
+            rows: the tensors in them to split, see `split_in`.
+
+        Raises:
+            ConfigError: rows meet, because an output is not one for each row, or forward writes into the module.
+        """
+        count = len(rows[0])
+        if self.compared is not None and not self.compared.compared:
+            self.compared.compared = True
+            self._compare(alone, parameters, given, rows)
+        before, summed = _kept_in(module), _summed(parameters)
+        parts = {id(tensor): tensor.split(self.rows) for tensor in rows}
+        outputs = [
+            call(_shared(*summed), *replaced(given, {key: split[number] for key, split in parts.items()}))
+            for number in reversed(range(-(-count // self.rows)))
+        ][::-1]
+        if written := [name for name, kept in _kept_in(module).items() if before.get(name) != kept]:
+            raise self._meet(f"writes {written[0]} in its forward, as batch norm and balancing losses do")
+        return self._joined(outputs, count)
 
     def _joined(self, outputs: Sequence[Any], count: int) -> Any:
         """Return the outputs of all chunks as those of one call."""
@@ -142,18 +156,22 @@ def _described(tensor: Tensor) -> str:
 
 
 def _kept_in(module: nn.Module) -> dict[str, list[tuple[int, int, Tensor]]]:
-    """Return each tensor that the module keeps beside its parameters, by name, as (id, version, tensor).
+    """Return (id, version, tensor) of each tensor that a forward could write or leave, by the name of its place.
 
-    The tensor keeps its id from being used again. Values of tensors are never compared: their ids differ before.
+    Places are buffers and other attributes of the module, and context variables, in which transformers records router
+    logits. The tensor keeps its id from being used again. Values are never compared: ids differ before.
     """
-    kept = {}
+    places = {variable.name: value for variable, value in copy_context().items()}
     for path, part in module.named_modules():
         values = vars(part)
         own = {name: values[name] for name in values.keys() - OF_EVERY_MODULE}
-        for name, value in (part._buffers | own).items():
-            if isinstance(value, Tensor | list | tuple | dict):
-                kept[f"{path}.{name}".rpartition("module.")[2]] = [(id(t), t._version, t) for t in tensors_in(value)]
-    return kept
+        places |= {f"{path}.{name}".rpartition("module.")[2]: value for name, value in (part._buffers | own).items()}
+    kept = {
+        name: [(id(tensor), tensor._version, tensor) for tensor in tensors_in(value)]
+        for name, value in places.items()
+        if isinstance(value, Tensor | list | tuple | dict)
+    }
+    return {name: tensors for name, tensors in kept.items() if tensors}
 
 
 class _Sums:
@@ -199,7 +217,6 @@ class _Share(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @unobserved()
     @torch.no_grad()
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is not None:

@@ -69,6 +69,8 @@ class ActivationTraces:
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Return settings that may lower the bytes of a microbatch of `rows` rows: advice -> bytes with that advice."""
         settings = {f"set zero.activations={REMAT.name}": self.bytes(rows, device, remat=True)}
+        if rows > 1 and self._config.zero.rows != 1 and _recomputes(self._policies(device, None)):
+            settings["set zero.rows=1"] = self.resolved(self._config.changed("zero", rows=1)).bytes(rows, device)
         if rows > 1:
             settings["use a smaller batch.micro"] = self.bytes(1, device)
         if self._config.model.seq > 1:

@@ -52,7 +52,20 @@ def llama_loss(model, batch):
     return model(input_ids=batch[:, :-1], labels=batch[:, 1:], use_cache=False).loss
 
 
-MODELS = {"gpt": (gpt, loss, "blocks"), "llama": (llama, llama_loss, "model.layers")}
+def padded_loss(model, batch):
+    """With a mask and positions that differ from row to row."""
+    tokens, first = batch[:, :-1], torch.arange(len(batch))[:, None] % 3
+    places = torch.arange(tokens.shape[1])[None]
+    mask, positions = (places >= first).long(), (places - first).clamp(min=0)
+    labels = batch[:, 1:].where(mask.bool(), -100)
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False).loss
+
+
+MODELS = {
+    "gpt": (gpt, loss, "blocks"),
+    "llama": (llama, llama_loss, "model.layers"),
+    "padded": (llama, padded_loss, "model.layers"),
+}
 
 
 def batch_of(rank, rows=ROWS):
@@ -129,7 +142,7 @@ def assert_close(grads, expected, tolerance=1e-6):
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize(("size", "rows"), [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 8)])
 def test_gradients_have_the_bits_of_chunks_that_plain_torch_adds_up_in_row_order(name, size, rows):
     losses, expected = plain(name, rows, size)
@@ -143,6 +156,13 @@ def test_gradients_have_the_bits_of_chunks_that_plain_torch_adds_up_in_row_order
             assert value == pytest.approx(whole_losses[rank], rel=1e-6)
             assert_equal(grads, expected)
             assert_close(grads, whole)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_masks_and_positions_of_rows_are_split(rows):
+    whole, chunks = run_ranks(1, trained, "padded", 0)[0], run_ranks(1, trained, "padded", rows)[0]
+    assert chunks[0] == pytest.approx(whole[0], rel=1e-6)
+    assert_close(chunks[1], whole[1])
 
 
 @pytest.mark.parametrize("policy", ["remat", "selective", {"blocks.1": "remat"}])

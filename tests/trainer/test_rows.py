@@ -170,34 +170,44 @@ def test_32k_tokens_of_7b_fit_into_one_microbatch_of_a_24_gb_gpu_with_room_for_h
 
 def test_a_run_trains_in_the_chunks_that_auto_chose(here, capsys):
     """Under a budget that holds all rows of no block at once."""
-    sizes = ["model.width=64", "model.layers=4", "model.heads=2", "model.seq=64", "batch.global=64", "batch.micro=64"]
+    sizes = ["model.width=64", "model.layers=4", "model.heads=2", "model.seq=128", "batch.global=64", "batch.micro=64"]
     words = [
         *sizes,
         "data=synthetic",
         "steps=2",
         "val.rows=1",
         "zero.stage=0",
-        "launch.malloc=lean",
+        "launch.malloc=raised",
         "zero.activations=remat",
     ]
     settings = config(
-        model={"width": 64, "layers": 4, "heads": 2, "seq": 64, "vocab": 256},
+        model={"width": 64, "layers": 4, "heads": 2, "seq": 128, "vocab": 256},
         batch={"global": 64, "micro": 64},
-        zero_={"activations": "remat", "stage": 0, "rows": 32},
-        launch={"malloc": "lean"},
+        zero_={"activations": "remat", "stage": 0, "rows": 16},
+        launch={"malloc": "raised"},
     )
     model, world = model_of(settings), zero.open_world(device="cpu")
     counted = ActivationTraces(settings, model).planned(64, "cpu")
     budget = sum(build_plan(settings, model, world, **counted).bytes["device"].values())
     assert train.main([*words, "zero.rows=auto", f"offload.host_budget={budget}"]) == 0
     out = capsys.readouterr().out
-    assert "auto: zero.rows=32: recomputed blocks run on 64 rows in chunks of 32, as many as fit" in out
+    assert "auto: zero.rows=16: recomputed blocks run on 64 rows in chunks of 16, as many as fit" in out
     losses = []
-    for rows in (32, 8, 0):
+    for rows in (16, 0):
         assert train.main([*words, f"zero.rows={rows}"]) == 0
         losses.append(re.findall(r"loss ([\d.]+)", capsys.readouterr().out))
     assert losses[0] == re.findall(r"loss ([\d.]+)", out)
     assert losses[0]
+
+
+def test_a_heap_is_counted_with_the_holes_that_chunks_leave():
+    settings = auto(**{"global": 16, "micro": 16}).changed("zero", rows=2)
+    counted = ActivationTraces(settings, model_of(settings))
+    traced, kept = counted.of(16, "cpu").peak_bytes, counted.of(16, "cpu", remat=False).peak_bytes
+    for malloc in ("raised", "lean"):
+        here = counted.resolved(settings.changed("launch", malloc=malloc))
+        assert here.bytes(16, "cpu") == min(int(1.5 * kept), int(4.5 * traced))
+    assert counted.bytes(16, "cuda") == counted.of(16, "cuda").peak_bytes
 
 
 def test_a_plan_that_does_not_fit_advises_chunks_where_blocks_are_recomputed():

@@ -26,6 +26,10 @@ tensors leave holes that other tensors do not fit in. Measured with `benchmarks/
 `launch.malloc=raised`): 1.4 to 1.7 for keep and 2.5 to 3.4 for remat, the higher the smaller the model. With
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
 
+CHUNKED_HEAP = 4.5
+"""The same for recomputation in chunks of rows (`zero.rows`), also with `launch.malloc=lean`, because a chunk's tensors
+are often smaller than those that it maps. Measured with `benchmarks/activations.py --chunks 1,2`: 3.8 to 4.5."""
+
 
 _Policies = tuple[tuple[str, str], ...]
 
@@ -105,12 +109,13 @@ class ActivationTraces:
 
         Recomputation leaves more holes in the heap, but never takes more bytes in all than keeping activations does.
         """
-        traced_bytes = self.of(rows, device, remat=remat, seq=seq).peak_bytes
-        if device != "cpu" or self._config.launch.malloc == "lean":
+        traced_bytes, policies = self.of(rows, device, remat=remat, seq=seq).peak_bytes, self._policies(device, remat)
+        in_chunks = self._chunk_rows(rows, policies) != ALL_ROWS
+        if device != "cpu" or (self._config.launch.malloc == "lean" and not in_chunks):
             return traced_bytes
         kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP)
-        recomputes = _recomputes(self._policies(device, remat))
-        return min(kept_bytes, int(traced_bytes * RECOMPUTED_HEAP)) if recomputes else kept_bytes
+        growth = CHUNKED_HEAP if in_chunks else RECOMPUTED_HEAP
+        return min(kept_bytes, int(traced_bytes * growth)) if _recomputes(policies) else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:
         """Return the arguments of `Plan` for a microbatch of `rows` rows."""

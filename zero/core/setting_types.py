@@ -104,6 +104,7 @@ def words_in_fp32(value: float) -> float:
 
 Count = Annotated[int | Literal["auto"], whole_or_auto(1)]
 Steps = Annotated[int | Literal["auto"], whole_or_auto(0)]
+ChunkRows = Annotated[int | Literal["auto"], whole_or_auto(0)]
 ThreadCount = Annotated[int | Literal["auto"], whole_or_auto(1, 4096)]
 Ranks = Annotated[int | Literal["auto"], whole_or_auto(1, 2**20)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]

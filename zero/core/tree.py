@@ -15,9 +15,14 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return every tensor in `value`, in order; a tensor that occurs twice is returned twice."""
-    tensors: list[Tensor] = []
-    _collect(value, tensors, set())
-    return tensors
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return every object in `value` that is no container, in order."""
+    leaves: list[Any] = []
+    _collect(value, leaves, set())
+    return leaves
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
@@ -32,18 +37,18 @@ def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
 # next garbage collection.
 
 
-def _collect(value: Any, tensors: list[Tensor], within: set[int]) -> None:
-    """Append the tensors in `value` to `tensors`.
+def _collect(value: Any, leaves: list[Any], within: set[int]) -> None:
+    """Append the objects in `value` that are no containers to `leaves`.
 
     Args:
         within: ids of the containers around `value`, because a container may hold itself.
     """
-    if isinstance(value, Tensor):
-        tensors.append(value)
+    if isinstance(value, Tensor) or not _is_container(value):
+        leaves.append(value)
     elif id(value) not in within:
         within.add(id(value))
         for _, part in _parts(value):
-            _collect(part, tensors, within)
+            _collect(part, leaves, within)
         within.discard(id(value))
 
 
@@ -57,6 +62,14 @@ def _replace(value: Any, new: Mapping[int, Tensor], within: set[int]) -> Any:
     changed = {key: after for key, part in parts if (after := _replace(part, new, within)) is not part}
     within.discard(id(value))
     return _rebuilt(value, parts, changed) if changed else value
+
+
+def _is_container(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple | Mapping)
+        or type(value) in SUPPORTED_NODES
+        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    )
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:

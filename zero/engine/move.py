@@ -163,7 +163,7 @@ def _changed(
         changes["keep"] = checks.patterns("zero.keep", changes["keep"], PlanError)
     now = plan.arrangement
     check_settings(
-        check_writes=plan.check_writes, update=plan.update, reduce=plan.facts.reduce, shard=plan.facts.shard,
+        comparisons=plan.comparisons, update=plan.update, reduce=plan.facts.reduce, shard=plan.facts.shard,
         gather=changes.get("gather", now.gather), prefetch=changes.get("prefetch", now.prefetch),
     )  # fmt: skip
     there = now.offload

@@ -21,8 +21,8 @@ STATE_FOLDER = "zero"
 """The folder in each of the loop's checkpoints that holds the sharded training state."""
 
 PLAN_SETTINGS = (
-    *("stage", "precision", "offload", "units", "bucket", "prefetch", "keep", "activations", "compile", "update"),
-    *("gather", "reduce", "shard", "weights"),
+    *("stage", "precision", "offload", "units", "bucket", "prefetch", "keep", "activations", "rows", "compile"),
+    *("update", "gather", "reduce", "shard", "weights"),
 )
 
 

@@ -83,6 +83,7 @@ class ZeroStrategy(DDPStrategy):
         prefetch: int = 1,
         keep: Sequence[str] = (),
         activations: str | Mapping[str, str] = "keep",
+        rows: int = 0,
         compile: Backend = False,
         update: str = "lazy",
         gather: str = "auto",
@@ -94,8 +95,8 @@ class ZeroStrategy(DDPStrategy):
         super().__init__(timeout=timeout)
         self._settings: dict[str, Any] = {
             "stage": stage, "offload": offload, "units": units, "bucket": bucket, "prefetch": prefetch,
-            "keep": keep, "activations": activations, "compile": compile, "update": update, "gather": gather,
-            "reduce": reduce, "shard": shard, "weights": weights,
+            "keep": keep, "activations": activations, "rows": rows, "compile": compile, "update": update,
+            "gather": gather, "reduce": reduce, "shard": shard, "weights": weights,
         }  # fmt: skip
         if precision is not None:
             self._settings["precision"] = precision

@@ -58,8 +58,8 @@ class ZeroTrainerMixin(_Base):
         **kwargs: keyword arguments of Trainer.
         zero: arguments of `zero.Plan`, by name: `stage` (default 3), `precision` (default by bf16=True, fp16=True or
             `accelerate launch`, else "fp32"), `offload`, `units`, `bucket`, `prefetch`, `keep`, `activations`,
-            `compile`, `update`, `gather`, `reduce`, `shard`; and `weights`, initial values of a model whose parameters
-            are on meta, see `zero.init`. None: Plan's defaults.
+            `rows`, `compile`, `update`, `gather`, `reduce`, `shard`; and `weights`, initial values of a model whose
+            parameters are on meta, see `zero.init`. None: Plan's defaults.
 
     Attributes:
         engine: the `zero.Engine` of `model` from the first `train`, `evaluate` or `predict` on; None before.

@@ -44,6 +44,7 @@ def build_plan(config: Settings, model: nn.Module, world: World, **overrides: An
         "prefetch": sharding.prefetch,
         "keep": sharding.keep,
         "activations": sharding.activations_by_pattern,
+        "rows": sharding.rows,
         "compile": sharding.compile,
         "update": sharding.update,
         "accumulate": config.batch_on(world.size).numbers()[2],

@@ -5,10 +5,22 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import model_validator
 
 from zero.core.activations import KEEP, policy_texts, policy_trades
+from zero.core.activations.rows import ALL_ROWS, check_recomputes
 from zero.core.batch import solve_batch
 from zero.core.loss_scale import LossScaling
 from zero.core.schema import Section
-from zero.core.setting_types import Compile, Count, Names, Natural, Reads, Size, UnitActivations, key, or_auto
+from zero.core.setting_types import (
+    ChunkRows,
+    Compile,
+    Count,
+    Names,
+    Natural,
+    Reads,
+    Size,
+    UnitActivations,
+    key,
+    or_auto,
+)
 from zero.errors import ConfigError
 
 
@@ -91,6 +103,20 @@ class Zero(Section):
         trades=policy_trades(),
         example="remat",
     )
+    rows: ChunkRows = key(
+        ALL_ROWS,
+        "rows of a chunk in which blocks run that are recomputed, forward and backward; 0: all rows of a microbatch; "
+        "auto: as many as fit; a unit is gathered once for all chunks; rows may not meet, as in batch norm",
+        unit="rows",
+        trades="memory of activations inside of a block against larger products; gradients round otherwise",
+        example="1 zero.activations=remat",
+    )
+
+    @model_validator(mode="after")
+    def _rows_are_recomputed(self) -> Self:
+        if self.activations != "auto":
+            check_recomputes(self.rows, self.activations_by_pattern.values())
+        return self
 
     @property
     def activations_by_pattern(self) -> dict[str, Any]:

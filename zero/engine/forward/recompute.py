@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from zero.core.activations import REMAT, ActivationPolicy
+from zero.engine.forward.rows import Chunks
 from zero.engine.model import call_with
 from zero.platform.modes import unobserved
 
@@ -48,18 +49,26 @@ def recomputed_call(
     call: Callable[..., Any] = call_with,
     *,
     policy: ActivationPolicy,
+    chunks: Chunks | None = None,
+    copies: bool = True,
 ) -> Any:
     """Run `module` with `parameters` in place of its own, and recompute its activations in backward.
 
     Args:
         call: `call_with`, bound to the module's path for messages.
         policy: says which results the recomputation uses.
+        chunks: the chunks of rows that it runs on, whose forward may not change buffers; None: all rows at once.
+        copies: copy the buffers that forward may change.
     """
+    if chunks is not None and (rows := chunks.split_in((args, kwargs))):
+        recomputed = partial(recomputed_call, module, call=call, policy=policy, copies=False)
+        return chunks.run(recomputed, partial(_alone, module, call), module, parameters, (args, kwargs), rows)
     names, (tensors, rebuild) = tuple(parameters), _apart(args, kwargs)
     # Forward may change buffers (running statistics). The recomputation must neither read nor repeat these changes, so
     # it gets copies of the buffers as they were before forward.
     with unobserved():
-        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()}
+        buffers = module.named_buffers() if copies else ()
+        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in buffers}
     replaced: dict[str, Tensor] | None = None
     context = copy_context()  # the recomputation reads its variables as forward did, even if they changed
 
@@ -85,6 +94,14 @@ def recomputed_call(
     }
     before.clear()
     return outputs
+
+
+def _alone(
+    module: nn.Module, call: Callable[..., Any], parameters: Mapping[str, Tensor], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Run `module` with `parameters` and with copies of its buffers, once."""
+    copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return call(parameters, module, args, kwargs, buffers=copies)
 
 
 def _contexts(policy: ActivationPolicy) -> Callable[[], Any]:

@@ -37,6 +37,7 @@ from zero.engine.forward.graph import (
 from zero.engine.forward.packing import Packing
 from zero.engine.forward.places import Place, Places
 from zero.engine.forward.recompute import recomputed_call
+from zero.engine.forward.rows import Chunks
 from zero.engine.gather import Residency
 from zero.engine.memory import Buffer, InPlace
 from zero.engine.model import (
@@ -275,24 +276,20 @@ class SiteRunner:
         return parameters
 
     def _call(
-        self,
-        site: Site,
-        policy: ActivationPolicy,
-        body: Body,
-        parameters: dict[str, Tensor],
-        args: Any,
-        kwargs: dict[str, Any],
+        self, site: Site, policy: ActivationPolicy, body: Body, parameters: dict[str, Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Call the site's module with `parameters`, compiled or recomputed as the plan says."""
         call = partial(
-            call_with, path=site.path, check_writes=self._plan.check_writes, placed=self._places.placed(site)
+            call_with, path=site.path, check_writes=self._plan.comparisons.writes, placed=self._places.placed(site)
         )
         module: nn.Module = body
         if self._compiler is not None and torch.is_grad_enabled():
             parameters = {f"module.{name}": value for name, value in parameters.items()}
             module = self._compiler.compiled(body, type(body.module))
         if policy.recomputes and torch.is_grad_enabled():
-            return recomputed_call(module, parameters, args, kwargs, call, policy=policy)
+            rows, compared = self._plan.arrangement.rows, body if self._plan.comparisons.rows else None
+            chunks = Chunks(rows, site.name, compared) if rows and site.is_block else None
+            return recomputed_call(module, parameters, args, kwargs, call, policy=policy, chunks=chunks)
         return call(parameters, module, args, kwargs)
 
     def _regather(self, site: Site, binding: int) -> Callable[[bool], Tensor]:

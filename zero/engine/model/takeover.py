@@ -197,7 +197,13 @@ def move_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 class Body(nn.Module):
-    """A wrapper that runs the original call of a site's module. Names of its parameters begin with "module."."""
+    """A wrapper that runs the original call of a site's module. Names of its parameters begin with "module.".
+
+    Attributes:
+        compared: whether a call was compared with one on other rows, see `zero.engine.forward.rows`.
+    """
+
+    compared = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

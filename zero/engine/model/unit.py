@@ -167,6 +167,11 @@ class Site:
             for trainable in (True, False)
         }
 
+    @property
+    def is_block(self) -> bool:
+        """Whether the module is in a `ModuleList` or a `Sequential`, whose elements are named by numbers."""
+        return any(name.isdecimal() for name in self.path.split("."))
+
 
 @dataclass(frozen=True)
 class Owner:

@@ -17,6 +17,7 @@ def settings_of(plan: Plan) -> dict[str, str]:
         "zero.prefetch": str(plan.facts.prefetch),
         "zero.keep": " ".join(plan.units[index].name for index in sorted(plan.facts.kept_units)),
         "zero.activations": " ".join(plan.activations.values()),
+        "zero.rows": str(plan.arrangement.rows),
         "zero.compile": described(plan.compile),
         "zero.update": plan.update,
         "zero.gather": f"{plan.facts.gather}, secondary shards: {plan.facts.keeps_secondary and plan.facts.secondary}",

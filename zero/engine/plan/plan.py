@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zero.core import checks
 from zero.core.activations import Activations
+from zero.core.activations.rows import ALL_ROWS, check_recomputes
 from zero.core.offload import Offload
 from zero.core.optim import Transform
 from zero.core.placement import Room, Tier
@@ -27,14 +28,10 @@ from zero.engine.plan.facts import Facts, Scope, facts_of
 from zero.engine.plan.held import between_steps, held_bytes, kind_of, table_text, tier_of
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
-from zero.engine.plan.placing import (
-    auto_page_bytes,
-    free_room,
-    lowest_tiers,
-    place_pages,
-)
+from zero.engine.plan.placing import auto_page_bytes, free_room, lowest_tiers, place_pages
 from zero.engine.plan.settings import (
     Arrangement,
+    Comparisons,
     Origin,
     Update,
     activations_of,
@@ -82,6 +79,9 @@ class Plan:
         accumulate: the number of microbatches of a step, 1 or more.
         check_writes: for debugging: compare each unit's parameters before and after every call, and raise
             StaleStateError with the parameter's name if a forward writes into it.
+        rows: rows of a chunk in which recomputed units of lists run, forward and backward, 1 or more; 0: all at once.
+            See `zero.engine.forward.rows` for the bits and for the errors.
+        check_rows: compare the first call of each unit that runs in chunks with one on other rows.
         gather: how parameters are sent between nodes; the bits are the same. "world": each rank receives from every
             other rank. "node": parameters cross nodes once per update, because at stage 3 each node keeps all of them
             in secondary shards, 1 / ranks per node on each rank. These are on the device, or in host memory unless
@@ -138,6 +138,8 @@ class Plan:
         update: Update = "lazy",
         accumulate: int = 1,
         check_writes: bool = False,
+        rows: int = ALL_ROWS,
+        check_rows: bool = False,
         gather: str = "auto",
         reduce: str = "auto",
         shard: Scope = "world",
@@ -150,12 +152,13 @@ class Plan:
     ) -> None:
         refuse_strangers(model, optimizer, world)
         checks.instance("room", room, Room | None, "Pass a Room, or None for the bytes that are free.", PlanError)
+        comparisons = Comparisons(check_writes, check_rows)
         check_settings(
-            check_writes=check_writes, update=update, gather=gather, reduce=reduce, shard=shard, prefetch=prefetch,
-            bucket=bucket, accumulate=accumulate, activation_bytes=activation_bytes,
+            comparisons=comparisons, update=update, gather=gather, reduce=reduce, shard=shard, prefetch=prefetch,
+            bucket=bucket, accumulate=accumulate, rows=rows, activation_bytes=activation_bytes,
             host_activation_bytes=host_activation_bytes,
         )  # fmt: skip
-        self.model, self.bucket, self.compile, self.check_writes = model, bucket, compile, check_writes
+        self.model, self.bucket, self.compile, self.comparisons = model, bucket, compile, comparisons
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes
         precision = precision if isinstance(precision, Precision) else Precision(precision)
         arrangement = Arrangement(
@@ -166,11 +169,13 @@ class Plan:
             prefetch=prefetch,
             gather=gather,
             accumulate=accumulate,
+            rows=rows,
         )
         groups = worlds_beside(world, norm_groups)
         placed = placements(model, world, groups)
         if compile and placed:
             raise PlanError("zero.compile does not compile modules with DTensors. Set zero.compile=false.")
+        check_recomputes(rows, arrangement.activations.values())
         splitting = splitting or split_for(
             model, optimizer, world, precision=precision, units=units, bucket=bucket, shard=shard
         )

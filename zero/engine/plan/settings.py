@@ -26,14 +26,25 @@ NUMBERS = {
     "prefetch": ("zero.prefetch", 0, "units"),
     "bucket": ("zero.bucket", 0, "bytes"),
     "accumulate": ("batch.accumulate", 1, "microbatches"),
+    "rows": ("zero.rows", 0, "rows"),
     "activation_bytes": ("activation_bytes", 0, "bytes"),
     "host_activation_bytes": ("host_activation_bytes", 0, "bytes"),
 }
 """Settings that are whole numbers: their names in messages, their least values and what they count."""
 
 
+class Comparisons(NamedTuple):
+    """Comparisons of values in forward, to find mistakes: the arguments `check_writes` and `check_rows` of a plan."""
+
+    writes: bool
+    rows: bool
+
+
 class Arrangement(NamedTuple):
-    """The settings of a plan that can change while a state trains. Only `accumulate` changes bits of the results."""
+    """The settings of a plan that can change while a state trains. Only `accumulate` and `rows` change bits of results.
+
+    `zero.move` does not change `rows`.
+    """
 
     stage: Stage
     offload: Offload
@@ -43,6 +54,7 @@ class Arrangement(NamedTuple):
     prefetch: int
     gather: str
     accumulate: int
+    rows: int
 
 
 class Origin(NamedTuple):
@@ -80,16 +92,19 @@ def refuse_strangers(model: object, optimizer: object, world: object) -> None:
         )
 
 
-def check_settings(*, check_writes: bool, update: str, gather: str, reduce: str, shard: str, **numbers: int) -> None:
+def check_settings(
+    *, update: str, gather: str, reduce: str, shard: str, comparisons: Comparisons, **numbers: int
+) -> None:
     """Raise PlanError unless these settings of a plan have values that are known.
 
     Args:
-        numbers: prefetch, bucket, accumulate, activation_bytes, host_activation_bytes.
+        numbers: prefetch, bucket, accumulate, rows, activation_bytes, host_activation_bytes.
     """
     for name, number in numbers.items():
         key, least, of = NUMBERS[name]
         checks.whole(key, number, least, of, PlanError)
-    checks.boolean("zero.check_writes", check_writes, PlanError)
+    for name, value in comparisons._asdict().items():
+        checks.boolean(f"zero.check_{name}", value, PlanError)
     for name, word, known in (
         *(("update", update, get_args(Update)), ("gather", gather, ("auto", *GATHERS))),
         *(("reduce", reduce, ("auto", *SUMS)), ("shard", shard, get_args(Scope))),

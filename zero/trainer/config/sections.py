@@ -256,6 +256,13 @@ class Debug(Section):
         trades="a copy of the unit and a comparison in each call",
         example="true",
     )
+    check_rows: bool = key(
+        False,
+        "compare the first call of each block that runs in chunks of rows with one on other rows, and raise, with the "
+        "name, where a row depends on others; zero.rows=auto does so",
+        trades="two more calls of each block on a chunk, once in a run",
+        example="true zero.rows=1 zero.activations=remat",
+    )
     replay: Natural = key(
         0,
         "make each step twice whose number is a multiple of this, and end the run with the names of unit and rank if a "

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from zero.core.activations import ACTIVATIONS
+from zero.core.activations.rows import ALL_ROWS, halvings
 from zero.core.offload import PRESETS
 from zero.core.placement import NO_LIMIT, DoesNotFit, Room, budget_bytes
 from zero.core.stage import Stage
@@ -60,7 +62,8 @@ class Choice:
         if self.config.offload.compute == "host":
             offload = *offload, "offload.compute=host"
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
-        return f"zero.stage={self.plan.facts.stage.level}", *offload, *batch
+        rows = (f"zero.rows={self.config.zero.rows}",) if self.config.zero.rows != ALL_ROWS else ()
+        return f"zero.stage={self.plan.facts.stage.level}", *offload, *batch, *rows
 
 
 def bytes_by_tier(plan: Plan) -> dict[str, int]:
@@ -145,28 +148,46 @@ def _largest_that_fits(
 ) -> tuple[Config, Plan | ConfigError]:
     """Return the settings with the largest microbatch that fits and their plan, or with the smallest and its error.
 
-    A plan of a large model takes a quarter of a second. So the smallest microbatch is tried second: if it does not fit,
-    none does.
+    With `zero.rows=auto` a microbatch is tried in smaller and smaller chunks before a smaller one. A plan of a large
+    model takes a quarter of a second. So the smallest microbatch is tried second: if it does not fit, none does.
     """
     room_bytes = machine.room.device if machine.device == "cuda" else machine.room.host
-    *larger, smallest = batches(config, machine.ranks)
-    larger = [batch for batch in larger if activations.bytes(batch.numbers()[1], machine.device) <= room_bytes]
 
-    def attempt(batch: Batch) -> tuple[Config, Plan | ConfigError]:
-        solved = config.model_copy(update={"batch": batch})
+    def may_fit(solved: Config) -> bool:
+        traces = activations.resolved(solved)
+        return traces.bytes(solved.batch.numbers()[1], machine.device) <= room_bytes
+
+    def attempt(solved: Config) -> tuple[Config, Plan | ConfigError]:
         try:
             return solved, planned(solved, machine.world, machine.room, activations)
         except ConfigError as refused:
             return solved, refused
 
-    first, *others = *larger, smallest
-    tried = attempt(first)
-    if isinstance(tried[1], Plan) or not others:
+    *every, smallest = (
+        with_rows(config.model_copy(update={"batch": batch}), chunk)
+        for batch in batches(config, machine.ranks)
+        for chunk in _chunks(config, batch.numbers()[1])
+    )
+    larger = filter(may_fit, every)
+    tried = attempt(next(larger, smallest))
+    if isinstance(tried[1], Plan) or tried[0] is smallest:
         return tried
-    least = attempt(others[-1])
+    least = attempt(smallest)
     if isinstance(least[1], ConfigError):
         return least
-    return next((other for other in map(attempt, others[:-1]) if isinstance(other[1], Plan)), least)
+    return next((other for other in map(attempt, larger) if isinstance(other[1], Plan)), least)
+
+
+def _chunks(config: Config, micro: int) -> list[int]:
+    """Return the values of `zero.rows` to try with a microbatch of `micro` rows, those with the most bytes first."""
+    if config.zero.rows != "auto":
+        return [config.zero.rows]
+    return halvings(micro) if recomputes(config) else [ALL_ROWS]
+
+
+def recomputes(config: Config) -> bool:
+    """Return whether a policy of the settings recomputes units."""
+    return any(ACTIVATIONS[name].recomputes for name in config.zero.activations_by_pattern.values())
 
 
 def largest(config: Config, machine: Machine, activations: ActivationTraces) -> Traced:
@@ -175,9 +196,17 @@ def largest(config: Config, machine: Machine, activations: ActivationTraces) -> 
 
 
 def with_activations(config: Config, activations: str | Sequence[str]) -> Config:
-    """Return the same settings with another `zero.activations`."""
+    """Return the same settings with another `zero.activations`, and with all rows at once if nothing is recomputed."""
     value = activations if isinstance(activations, str) else tuple(activations)
-    return config.changed("zero", activations=value)
+    config = config.changed("zero", activations=value)
+    return config if recomputes(config) else config.changed("zero", rows=ALL_ROWS)
+
+
+def with_rows(config: Config, rows: int) -> Config:
+    """Return the settings with a number in place of `zero.rows=auto`, and with the comparison of rows."""
+    if config.zero.rows != "auto":
+        return config
+    return config.changed("zero", rows=rows).changed("debug", check_rows=config.debug.check_rows or rows != ALL_ROWS)
 
 
 def with_compute(config: Config, compute: str) -> Config:
@@ -204,6 +233,7 @@ def planned(config: Config, world: World, room: Room | None, activations: Activa
         world,
         room=room,
         check_writes=config.debug.check_writes,
+        check_rows=config.debug.check_rows,
         splitting=activations.splitting(config, world),
         **counts,
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zero.core.activations import KEEP, REMAT
+from zero.core.activations.rows import ALL_ROWS
 from zero.core.offload import PRESETS
 from zero.core.sizes import size_text
 from zero.core.stage import Stage
@@ -25,6 +26,7 @@ from zero.trainer.planning.choices import (
     largest,
     nearest_choice,
     planned,
+    recomputes,
     with_activations,
     with_compute,
 )
@@ -65,7 +67,7 @@ def resolve_auto(config: Config, activations: ActivationTraces | None, world: Wo
     """
     if world.compute.shares_memory and config.offload.compute == "auto":
         config = with_compute(config, "device")
-    settled = "auto" not in (config.zero.stage, config.zero.activations, config.offload.compute)
+    settled = "auto" not in (config.zero.stage, config.zero.activations, config.zero.rows, config.offload.compute)
     several_microbatches = config.batch.is_open and config.batch_on(world.size).numbers()[1] > 1
     if settled and not several_microbatches:
         return _resolved(config, config.on(world.size), None)
@@ -155,7 +157,8 @@ def _choose(
     if winner is None:
         raise ConfigError(nearest_choice(candidates).refusal or "")
     stage = [] if rates is None else _stage_reasons(winner, candidates, rates.source)
-    reasons = [*(f"auto: {note}" for note in notes), *stage, *_batch_reasons(winner, config, machine)]
+    chosen = *_batch_reasons(winner, config, machine), *_rows_reasons(winner, config)
+    reasons = [*(f"auto: {note}" for note in notes), *stage, *chosen]
     return winner.config, reasons, rates
 
 
@@ -183,3 +186,12 @@ def _batch_reasons(winner: Choice, config: Config, machine: Machine) -> list[str
         f"auto: batch.micro={micro} batch.accumulate={accumulate}: the largest microbatch of {rows} rows a step that "
         f"fits. Its activations take {size_text(activations)} of the {size_text(limit)} that a rank may take"
     ]
+
+
+def _rows_reasons(winner: Choice, config: Config) -> list[str]:
+    """Return a line about the rows of a chunk, if they were chosen and a unit is recomputed."""
+    if config.zero.rows != "auto" or not recomputes(config):
+        return []
+    rows, micro = winner.config.zero.rows, winner.config.batch.numbers()[1]
+    what = f"in chunks of {rows}, as many" if rows != ALL_ROWS else "at once, as many"
+    return [f"auto: zero.rows={rows}: recomputed blocks run on {micro} rows {what} as fit"]

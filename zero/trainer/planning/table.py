@@ -51,7 +51,7 @@ COLUMNS = 80
 
 NOT_REPEATED = (
     *("mode", "zero.stage", "offload", "offload.optimizer", "offload.param", "offload.grad"),
-    *("batch.micro", "batch.accumulate", "batch.global", "launch.ranks"),
+    *("batch.micro", "batch.accumulate", "batch.global", "launch.ranks", "zero.rows"),
 )
 """Keys that the proposed command line sets itself, so that those of the user's command line are left out. Keys of
 `plan.*` are left out as well."""

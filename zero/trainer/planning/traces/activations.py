@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero.core.activations import ACTIVATIONS, REMAT
+from zero.core.activations.rows import ALL_ROWS
 from zero.distributed.world import World
 from zero.engine.model import Splitting, split
 from zero.engine.plan import activations_of
@@ -24,6 +25,10 @@ HEAP, RECOMPUTED_HEAP = 1.5, 2.5
 tensors leave holes that other tensors do not fit in. Measured with `benchmarks/plan_memory.py` (glibc 2.36,
 `launch.malloc=raised`): 1.4 to 1.7 for keep and 2.5 to 3.4 for remat, the higher the smaller the model. With
 `launch.malloc=lean`, which maps large tensors separately, it is 1."""
+
+CHUNKED_HEAP = 4.5
+"""The same for recomputation in chunks of rows (`zero.rows`), also with `launch.malloc=lean`, because a chunk's tensors
+are often smaller than those that it maps. Measured with `benchmarks/activations.py --chunks 1,2`: 3.8 to 4.5."""
 
 
 _Policies = tuple[tuple[str, str], ...]
@@ -57,7 +62,7 @@ class ActivationTraces:
         sequence = config.zero.sequence
         self._group = World(PaperGroup(sequence, local_size=sequence, device="cpu"))
         self._shared_rows = SharedRows(self._group) if sequence > 1 else None
-        self._traced: dict[tuple[int, int, _Policies, bool], Traced] = {}
+        self._traced: dict[tuple[int, int, _Policies, int, bool], Traced] = {}
         self._splittings: dict[tuple[object, ...], Splitting] = {}
 
     def resolved(self, config: Config) -> "ActivationTraces":
@@ -77,6 +82,8 @@ class ActivationTraces:
     def lighter(self, rows: int, device: str) -> dict[str, int]:
         """Return settings that may lower the bytes of a microbatch of `rows` rows: advice -> bytes with that advice."""
         settings = {f"set zero.activations={REMAT.name}": self.bytes(rows, device, remat=True)}
+        if rows > 1 and self._config.zero.rows != 1 and _recomputes(self._policies(device, None)):
+            settings["set zero.rows=1"] = self.resolved(self._config.changed("zero", rows=1)).bytes(rows, device)
         if rows > 1:
             settings["use a smaller batch.micro"] = self.bytes(1, device)
         if self._config.model.seq > 1:
@@ -97,10 +104,11 @@ class ActivationTraces:
         """
         seq = seq or self._config.model.seq
         chunk = max(1, CHUNK_TOKENS // seq)  # rows that a rank evaluates at a time
-        evaluated = partial(self._trace, chunk, seq, (), backward=False)
+        evaluated = partial(self._trace, chunk, seq, (), ALL_ROWS, backward=False)
         if not self._splitting.trains:
             return evaluated()
-        traced = self._trace(rows, seq, self._policies(device, remat), backward=True)
+        policies = self._policies(device, remat)
+        traced = self._trace(rows, seq, policies, self._chunk_rows(rows, policies), backward=True)
         if rows >= chunk:
             return traced
         return traced._replace(peak_bytes=max(traced.peak_bytes, evaluated().peak_bytes))
@@ -110,12 +118,13 @@ class ActivationTraces:
 
         Recomputation leaves more holes in the heap, but never takes more bytes in all than keeping activations does.
         """
-        traced_bytes = self.of(rows, device, remat=remat, seq=seq).peak_bytes
-        if device != "cpu" or self._config.launch.malloc == "lean":
+        traced_bytes, policies = self.of(rows, device, remat=remat, seq=seq).peak_bytes, self._policies(device, remat)
+        in_chunks = self._chunk_rows(rows, policies) != ALL_ROWS
+        if device != "cpu" or (self._config.launch.malloc == "lean" and not in_chunks):
             return traced_bytes
         kept_bytes = int(self.of(rows, device, remat=False, seq=seq).peak_bytes * HEAP)
-        recomputes = any(ACTIVATIONS[policy].recomputes for _, policy in self._policies(device, remat))
-        return min(kept_bytes, int(traced_bytes * RECOMPUTED_HEAP)) if recomputes else kept_bytes
+        growth = CHUNKED_HEAP if in_chunks else RECOMPUTED_HEAP
+        return min(kept_bytes, int(traced_bytes * growth)) if _recomputes(policies) else kept_bytes
 
     def planned(self, rows: int, device: str) -> PlanArguments:
         """Return the arguments of `Plan` for a microbatch of `rows` rows."""
@@ -136,8 +145,13 @@ class ActivationTraces:
         }
         return tuple((name, policy) for name, policy in policies.items() if policy in moving)
 
-    def _trace(self, rows: int, seq: int, policies: _Policies, *, backward: bool) -> Traced:
-        key = rows, seq, policies, backward
+    def _chunk_rows(self, rows: int, policies: _Policies) -> int:
+        """Return the rows of a chunk of recomputed blocks; 0 for all `rows` rows, and while `zero.rows` is auto."""
+        chunk = self._config.zero.rows
+        return chunk if chunk != "auto" and chunk < rows and _recomputes(policies) else ALL_ROWS
+
+    def _trace(self, rows: int, seq: int, policies: _Policies, chunk: int, *, backward: bool) -> Traced:
+        key = rows, seq, policies, chunk, backward
         if key not in self._traced:
             self._traced[key] = trace(
                 self.model,
@@ -146,7 +160,12 @@ class ActivationTraces:
                 torch.empty(rows, seq // self._config.zero.sequence + 1, dtype=torch.int64, device=META_DEVICE),
                 compute=self._compute,
                 policies=activations_of(self._splitting, dict(policies)),
+                rows=chunk,
                 backward=backward,
                 exchanged=lambda: self._group.traffic.reduce_bytes,
             )
         return self._traced[key]
+
+
+def _recomputes(policies: _Policies) -> bool:
+    return any(ACTIVATIONS[policy].recomputes for _, policy in policies)

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.activations import ACTIVATIONS, KEEP
-from zero.engine.forward import recomputed_call
+from zero.core.activations.rows import ALL_ROWS
+from zero.engine.forward import Chunks, recomputed_call
 from zero.engine.memory import KeptTensor, OnHost
 from zero.engine.model import Body, Site, Splitting, attach, move_buffers
 from zero.losses import equal_chunks_once
@@ -64,6 +65,7 @@ def trace(
     *,
     compute: torch.dtype,
     policies: str | Mapping[str, str] = KEEP.name,
+    rows: int = ALL_ROWS,
     backward: bool = True,
     exchanged: Callable[[], int] = lambda: 0,
 ) -> Traced:
@@ -76,6 +78,7 @@ def trace(
         microbatch: meta tensors, of the shapes that training has.
         compute: dtype of the parameters.
         policies: the activation policy of all sites, or of each site by its name.
+        rows: rows of a chunk in which recomputed blocks run; 0: all rows at once.
         backward: trace backward too; False: trace an evaluation, without gradients.
         exchanged: returns the bytes received so far from the ranks that share rows.
     """
@@ -99,7 +102,8 @@ def trace(
         policy = ACTIVATIONS[policies if isinstance(policies, str) else policies[site.name]]
         with host.taking() if backward and policy.offloads else nullcontext():
             if backward and policy.recomputes:
-                return recomputed_call(_Fusing(body), held, args, kwargs, policy=policy)
+                chunks = Chunks(rows, site.name) if rows and site.is_block else None
+                return recomputed_call(_Fusing(body), held, args, kwargs, policy=policy, chunks=chunks)
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
     live = OperatorCounts([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])

@@ -9,6 +9,7 @@ import torch
 
 import zero
 from tests.common.small import Setting, adamw_in_8bit, adamw_in_bf16, slice_of, small_batch, train_small
+from zero.engine.update import pieces
 from zero.engine.whole.read import digest, full_state_dict
 from zero.platform.device import Device
 from zero.testing import run_processes, run_ranks
@@ -100,6 +101,7 @@ def test_an_update_in_pieces_changes_no_bit(offload, monkeypatch):
     setting = Setting(offload=offload, weight_decay=0.5)
     expected = run_ranks(2, train_small, setting)
     monkeypatch.setattr(Device, "piece_numel", 64)
+    monkeypatch.setattr(pieces, "ROW_NUMEL", 64)  # moments in fp32 may be cut there
     assert run_ranks(2, train_small, setting) == expected
 
 

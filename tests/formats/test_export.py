@@ -149,11 +149,12 @@ def test_other_checkpoints_are_named_where_the_wanted_one_is_damaged(trained, tm
     for step in (7, 8):
         shutil.copytree(wanted, wanted.with_name(f"step-000000000{step}"))
     path = next(wanted.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    *octets, last = path.read_bytes()
+    path.write_bytes(bytes([*octets, last ^ 1]))
     named = r"\.safetensors: .*\. Other checkpoints beside it: step-0000000008, step-0000000007\.$"
     with pytest.raises(CheckpointError, match=named):
         open_newest(wanted)
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is a link, or not a folder\. [^.]*\. Other checkpoints beside it: "):
         open_newest(wanted.with_name("step-0000000001"))
 
 

@@ -67,7 +67,8 @@ def open_newest(path: str | PathLike[str], progress: Progress = silent) -> tuple
         others = [folder.name for folder in Listing(step.parent).folders().values() if folder.name != step.name]
         if not (is_step(step) and others):
             raise
-        raise CheckpointError(f"{error}. Other checkpoints beside it: {some(others[::-1])}.") from error
+        problem = str(error).removesuffix(".")
+        raise CheckpointError(f"{problem}. Other checkpoints beside it: {some(others[::-1])}.") from error
 
 
 def export_checkpoint(

@@ -38,7 +38,9 @@ def _pcie(value: object) -> str:
 
 
 def _gpu(value: object) -> str:
-    return validate_text(str(value) if type(value) is int else value)  # 4090
+    if type(value) is int and 100 <= value <= 9999:  # Hydra reads 4090 as a number
+        return str(value)
+    return validate_text(value)
 
 
 DiskBytes = Annotated[int | Literal["auto"], or_auto("a size such as 4TB", _disk)]

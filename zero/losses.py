@@ -31,7 +31,7 @@ IGNORE_INDEX = -100
 
 
 Repeated = Callable[[int], AbstractContextManager[None]]
-"""A function that returns a context manager whose body stands for this number of equal repetitions."""
+"""A function that takes a number of equal repetitions and returns a context manager for one of them."""
 
 _REPEATED: ContextVar[Repeated | None] = ContextVar("repeated", default=None)
 
@@ -177,7 +177,8 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _ranges(vocab: int, chunk: int) -> Iterator[tuple[int, int]]:
-    ranges, repeated = [(first, min(first + chunk, vocab)) for first in range(0, vocab, chunk)], _REPEATED.get()
+    ranges = [(first, min(first + chunk, vocab)) for first in range(0, vocab, chunk)]
+    repeated = None if torch.compiler.is_compiling() else _REPEATED.get()  # torch 2.13 cannot compile the variable
     if repeated is None or len(ranges) < 4:
         yield from ranges
         return

@@ -54,7 +54,8 @@ def _value(wrapper: Any, adapters: Sequence[str]) -> Tensor:
     parameter = wrapper.get_param()
     if len(adapters) == 1 and wrapper.num_experts > 1:
         left, right, scaling = wrapper.get_delta_factors(adapters[0])
-        with torch._C._DisableAutocast():
+        device = "cpu" if parameter.is_meta else parameter.device.type  # autocast has no meta devices
+        with torch.autocast(device, enabled=False):
             return torch.baddbmm(parameter, left, right, alpha=scaling)
     first, *others = map(wrapper.get_delta_weight, adapters)
     return cast(Tensor, parameter + sum(others, first))

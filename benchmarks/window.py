@@ -11,9 +11,10 @@ memory, links and disks have that GPU's rates. So the share depends on neither m
 says what share of the state fits in memory that is free on the GPU; the small model reads that share ahead.
 
 ahead       that share
-planned_ms  time of a step of the large model by its plan, with the same rates
+by_host     share of the state that the host updates, the rest on the GPU; with `auto` the share that the plan predicts best
+planned_s   time of a step of the large model by its plan, with the same rates
 share       time of a step with nothing offloaded / time of the offloaded step
-limit       the same, if compute, each direction of copies and each direction of files were alone and without a gap
+limit       the same, if compute, each direction of copies and of files were alone and without a gap
 bytes       bytes per parameter and step, copied from and to the host, read from and written to files
 exposed_ms  time in which compute waits, by the rows of `zero.record`, for the large model
 
@@ -43,19 +44,24 @@ sys.path.insert(0, str(ROOT))
 
 
 class Gpu(NamedTuple):
-    """Memory of a GPU, and rates in a training step, of its PCIe link in each direction, and of one disk."""
+    """A GPU and its share of a host: memory, rates in a training step, of the PCIe link in each direction, of a disk.
+
+    The host's memory is shared by copies, files and updates. Its cores update `cores * CORE_UPDATE_NUMEL` parameters.
+    """
 
     memory_bytes: int
     flops_per_s: float
     device_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
+    host_bytes_per_s: float
+    cores: int
     disk_bytes_per_s: float = 6e9
 
 
 GPUS = {
-    "h100-pcie5": Gpu(80 * 2**30, 544e12, 3.35e12, 50e9, 400e9),
-    "4090-pcie4": Gpu(24 * 2**30, 99e12, 1.0e12, 25e9, 25e9),
+    "h100-pcie5": Gpu(80 * 2**30, 544e12, 3.35e12, 50e9, 400e9, 300e9, 12),
+    "4090-pcie4": Gpu(24 * 2**30, 99e12, 1.0e12, 25e9, 25e9, 60e9, 12),
 }
 MODELS = {
     "7B": {"width": 4096, "layers": 32, "hidden": 11008},
@@ -77,6 +83,8 @@ DIRECTIONS = {
     "written": "bytes to files",
 }
 """Name in a row -> name in the counts of the simulation."""
+CORE_BYTES_PER_S = 20e9
+"""Bytes that the host's operators read and write on one core, most of them in its cache: 200 for each parameter."""
 WARM, STEPS = 4, 4
 """Steps until reads ahead and writes behind take turns as in a long run, and timed steps."""
 
@@ -90,6 +98,7 @@ class Setting(NamedTuple):
     moments: str
     tokens: int
     ranks: int
+    compute: str
 
 
 class Timed(NamedTuple):
@@ -115,6 +124,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--planned", action="store_true", help="plan and do not simulate")
     parser.add_argument("--presets", default="optimizer,cpu", help=f"of {', '.join(PRESETS)}")
     parser.add_argument("--moments", default="fp32,bf16", help="of fp32, bf16, 8bit")
+    parser.add_argument("--computes", default="device,auto", help="of device, host, auto: who updates")
     parser.add_argument("--tokens", default="4096,8192,16384,32768", help="of a rank in a step")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12, help="of the simulated model")
@@ -143,7 +153,7 @@ def state_bytes(plan: "zero.Plan") -> int:
     return sum(spec.nbytes for page, spec in plan.pages.store_pages().items() if plan.pages.is_updated(page))
 
 
-def large_plan(setting: "Setting") -> "zero.Plan":
+def large_plan(setting: "Setting", compute: str | float) -> "zero.Plan":
     """Return the plan of the large model on the GPU, with room for any state in host memory and on disks."""
     import zero
     from zero.core.offload import Offload
@@ -160,13 +170,15 @@ def large_plan(setting: "Setting") -> "zero.Plan":
     memory_bytes = GPUS[setting.gpu].memory_bytes
     room = Room(usable_bytes(Offload(), memory_bytes, memory_bytes), 2**41, 2**43)
     return plan_of(
-        model, world, setting.preset, setting.moments, None, offload={}, room=room, activation_bytes=activation_bytes
-    )
+        model, world, setting.preset, setting.moments, None, offload={"compute": compute}, room=room,
+        activation_bytes=activation_bytes,
+    )  # fmt: skip
 
 
 def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     """Return the columns of the large model's plan."""
     from zero.trainer.planning.cost import Ahead, Rates, step_seconds
+    from zero.trainer.planning.rates import CORE_UPDATE_NUMEL
     from zero.trainer.planning.traces.operators import OperatorWork
 
     gpu, ahead = GPUS[setting.gpu], Ahead.of(plan)
@@ -182,25 +194,45 @@ def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
         copy_out_bytes=gpu.link_bytes_per_s,
         disk_read_bytes=gpu.disk_bytes_per_s,
         disk_write_bytes=gpu.disk_bytes_per_s,
-        host_bytes=float("inf"),
+        host_bytes=gpu.host_bytes_per_s,
         link_bytes=gpu.network_bytes_per_s,
         wire_bytes=gpu.network_bytes_per_s,
         update_numel=update_numel,
-        host_update_numel=1.0,
+        host_update_numel=gpu.cores * CORE_UPDATE_NUMEL,
         source="data sheets",
     )
     products = 2 * setting.tokens * plan.numel
     step_s = step_seconds(plan, rates, OperatorWork(products), OperatorWork(3 * products))
     resident_s = 4 * products / gpu.flops_per_s + plan.numel / update_numel / setting.ranks
     return {
+        "by_host": plan.offload.host_share,
         "ahead": round(ahead.on_host if setting.preset in ("nvme", "infinity") else ahead.on_device, 2),
-        "planned_ms": round(1e3 * step_s),
+        "planned_s": step_s,
         "planned_share": round(resident_s / step_s, 3),
     }
 
 
-def steps(world: "zero.World", small: Small, preset: str, moments: str, ahead: float, folder: str) -> Timed:
-    """Train, and time steps after an update; `ahead` is the share of the state that is read ahead."""
+def best(setting: Setting) -> tuple["zero.Plan", dict[str, Any]]:
+    """Return the plan of the large model and its columns, with the share of updates by the host that it predicts best.
+
+    Raises:
+        DoesNotFit: no share fits.
+    """
+    shares = [number / 16 for number in range(17)] if setting.compute == "auto" else [setting.compute]
+    plans = [large_plan(setting, share) for share in shares]
+    columns = [planned(setting, plan) for plan in plans]
+    return min(zip(plans, columns, strict=True), key=lambda pair: pair[1]["planned_s"])
+
+
+def steps(
+    world: "zero.World", small: Small, preset: str, moments: str, ahead: float, share: float, threads: int, folder: str
+) -> Timed:
+    """Train, and time steps after an update.
+
+    Args:
+        ahead: the share of the state that is read ahead.
+        share: the share of the state that the host updates.
+    """
     import torch
 
     import zero
@@ -208,7 +240,7 @@ def steps(world: "zero.World", small: Small, preset: str, moments: str, ahead: f
 
     with world.exclusive(), zero.empty():
         model = GPT(GPTConfig(vocab=64, seq=16, layers=small.layers, heads=2, width=small.width))
-    offload = {"path": folder, "page_bytes": small.page_bytes}
+    offload = {"path": folder, "page_bytes": small.page_bytes, "compute": share, "threads": threads}
     plan = plan_of(model, world, preset, moments, 0, offload=offload)
     plan = plan_of(model, world, preset, moments, int(ahead * state_bytes(plan)), offload=offload)
     store = zero.open_store(plan)
@@ -265,23 +297,26 @@ def rows(settings: list[Setting], small: Small | None) -> Iterator[dict[str, Any
     for setting in settings:
         gpu, of_resident = GPUS[setting.gpu], setting._replace(preset="resident")
         try:
-            plan = large_plan(setting)
+            plan, columns = best(setting)
         except DoesNotFit as error:
             yield setting._asdict() | {"error": error.problem}
             continue
-        row = setting._asdict() | planned(setting, plan)
+        row = setting._asdict() | columns
         if small is None:
             yield row
             continue
-        fast = Rates(1.0, *gpu[2:5], 1e10, gpu.disk_bytes_per_s, launch_s=0.0)
+        fast = Rates(
+            1.0, *gpu[2:5], CORE_BYTES_PER_S, gpu.cores, gpu.host_bytes_per_s, gpu.disk_bytes_per_s, launch_s=0.0
+        )
         if setting.ranks not in flops:
-            flops[setting.ranks] = timed(setting.ranks, fast, small, "resident", "fp32", 0.0).step_s
+            flops[setting.ranks] = timed(setting.ranks, fast, small, "resident", "fp32", 0.0, 0.0, 1).step_s
         products_s = 8 * setting.tokens * numel / gpu.flops_per_s
         rates = fast._replace(flops_per_s=flops[setting.ranks] / products_s)
         if of_resident not in resident:
-            resident[of_resident] = timed(setting.ranks, rates, small, "resident", setting.moments, 0.0)
+            resident[of_resident] = timed(setting.ranks, rates, small, "resident", setting.moments, 0.0, 0.0, 1)
         plain_s = resident[of_resident].step_s
-        offloaded = timed(setting.ranks, rates, small, setting.preset, setting.moments, row["ahead"])
+        where = setting.preset, setting.moments, row["ahead"], row["by_host"], gpu.cores
+        offloaded = timed(setting.ranks, rates, small, *where)
         copied_s = max(offloaded.nbytes["in"], offloaded.nbytes["out"]) / gpu.link_bytes_per_s
         disk_s = max(offloaded.nbytes["read"], offloaded.nbytes["written"]) / gpu.disk_bytes_per_s
         scale = 1e3 * plan.numel / numel
@@ -305,10 +340,10 @@ def numel_of(small: Small) -> int:
 
 def main() -> None:
     options = arguments()
-    words = [options.gpus, options.models, options.presets, options.moments, options.tokens]
+    words = [options.gpus, options.models, options.presets, options.moments, options.tokens, options.computes]
     settings = [
-        Setting(gpu, model, preset, moments, int(tokens), options.ranks)
-        for gpu, model, preset, moments, tokens in product(*(word.split(",") for word in words))
+        Setting(gpu, model, preset, moments, int(tokens), options.ranks, compute)
+        for gpu, model, preset, moments, tokens, compute in product(*(word.split(",") for word in words))
     ]
     small = None if options.planned else Small(options.layers, options.width, options.page_bytes)
     for row in rows(settings, small):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,8 +26,9 @@ from tests.simulation.operators import (
     tensor_arguments,
     tensors_in,
 )
-from tests.simulation.simulated_time import RATES, Moment, Rates, latest
+from tests.simulation.simulated_time import CORES, RATES, Moment, Rates, latest
 from tests.simulation.streams import Handoffs, Marker, Streams, thread, untraced
+from zero.core.moments import permutation
 from zero.platform.device import Clock, Device, Event, work_alone
 from zero.platform.host_memory import aligned_zeros
 
@@ -41,6 +43,9 @@ FORWARDING = {
     ("zero/store/prefetch.py", "drain"),
 }
 """(file, function) of functions that only forward a wait. The line of the wait is that of their caller, too."""
+
+CACHED_TENSORS = 48
+"""Tensors that an update of one piece reads and writes."""
 
 COPIES = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"))
 """Operators that may have one argument on the host and another on the device."""
@@ -342,12 +347,13 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
                 self.streams.allocated(tensors_in(result))
             return result
         reads, writes = (tensor_arguments(info, args, kwargs, written=written) for written in (False, True))
-        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if tensor.dim()}  # 0-dim ones may be on either
+        homes = {self.is_home_of(tensor) for tensor in (*reads, *writes) if not _may_be_anywhere(tensor)}
         if homes == {False}:
             self._record_on_host(info, reads, writes)
             result = operator(*args, **kwargs)
             if not info.in_place:
                 self._adopt_all(result)
+                _cache.hold(tensors_in(result))
             return result
         self._record(info, reads, writes, matmul_flops(operator, args, kwargs), mixed=len(homes) == 2)
         result = self._execute(info, operator, args, kwargs, writes)
@@ -360,7 +366,8 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         streams = self.streams
         resource = "bytes from files" if writes else "bytes to files"
         streams.counts[resource] += tensor.nbytes
-        streams.add_time(streams.host, tensor.nbytes / streams.rates.disk_bytes_per_s, resource)
+        seconds = tensor.nbytes / streams.rates.disk_bytes_per_s
+        streams.add_time(streams.host, seconds, resource, memory_bytes=tensor.nbytes)
         if self.is_home_of(tensor):
             return  # temporary host memory that was not registered, because file I/O cannot access device memory
         what = f"{'a read from' if writes else 'a write to'} a file{_location()}"
@@ -369,7 +376,9 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
     def _record_on_host(self, info: OperatorInfo, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record the time and the accesses of an operator that the host executes."""
         streams, moved = self.streams, sum(tensor.nbytes for tensor in (*reads, *writes))
-        streams.add_time(streams.host, moved / streams.rates.host_bytes_per_s, "")
+        missed = _cache.missed(reads, writes) if streams.rates.memory_bytes_per_s < inf else 0
+        cores = CORES if streams.rates.cores and thread.is_worker else ""
+        streams.add_time(streams.host, moved / streams.rates.host_bytes_per_s, cores, memory_bytes=missed)
         streams.access(streams.host, reads, writes, f"{info.name}{_location()}")
 
     def _is_like_one_of_the_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -392,18 +401,19 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         streams, agent, rates = self.streams, self.streams.current.agent, self.streams.rates
         written = sum(tensor.nbytes for tensor in writes)
         seconds = (written + sum(tensor.nbytes for tensor in reads)) / rates.device_bytes_per_s
-        resource = "kernels"
+        resource, copied = "kernels", 0
         if mixed:
             if info.name not in COPIES:
                 raise AssertionError(f"{info.name} has arguments both on the host and on the device{_location()}")
-            seconds = written / rates.link_bytes_per_s
+            seconds, copied = written / rates.link_bytes_per_s, written
             to_host = any(not self.is_home_of(tensor) for tensor in writes)
             self.copies.append(CopyRecord(agent.name, to_host, written, self._is_pinned(reads, writes)))
             resource = "bytes to the host" if self.copies[-1].to_host else "bytes from the host"
             streams.counts[resource] += written
         streams.counts["launches"] += 1
         urgent = streams.current.urgent and resource == "kernels"
-        streams.add_time(agent, max(seconds, flops / rates.flops_per_s), resource, urgent=urgent)
+        seconds = max(seconds, flops / rates.flops_per_s)
+        streams.add_time(agent, seconds, resource, urgent=urgent, memory_bytes=copied)
         streams.access(agent, reads, writes, f"{info.name}{_location()}")
 
     def _execute(
@@ -435,6 +445,41 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
         """Return whether those of the tensors that are in host memory are in pinned memory."""
         pieces = [piece for tensor in (*reads, *writes) if (piece := self._piece_of_host(tensor)) is not None]
         return all(piece in self._pinned for piece in pieces)
+
+
+class _Cache(threading.local):
+    """The cache of one thread: the tensors that its last operators read and wrote, as many as one piece has."""
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, int], bool] = {}  # (address, bytes) -> whether it was written
+
+    def missed(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+        """Return the bytes that an operator moves between the cache and memory; a write is counted at its first."""
+        nbytes = 0
+        for tensor, written in [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]:
+            key = tensor.data_ptr(), tensor.nbytes
+            before = self._recent.pop(key, None)
+            nbytes += tensor.nbytes * ((before is None and not written) + (written and not before))
+            self._recent[key] = written or bool(before)
+        self._evict()
+        return nbytes
+
+    def hold(self, results: Sequence[Tensor]) -> None:
+        """Note new results, which have not been in memory."""
+        self._recent |= {(tensor.data_ptr(), tensor.nbytes): True for tensor in results}
+        self._evict()
+
+    def _evict(self) -> None:
+        while len(self._recent) > CACHED_TENSORS:
+            self._recent.pop(next(iter(self._recent)))
+
+
+_cache = _Cache()
+
+
+def _may_be_anywhere(tensor: Tensor) -> bool:
+    """Return whether device and host each have such a tensor: a number, or the table of random bits."""
+    return not tensor.dim() or tensor.untyped_storage().data_ptr() == permutation(tensor.device).data_ptr()
 
 
 def _recompute(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Tensor]) -> None:

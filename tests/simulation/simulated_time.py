@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 
@@ -29,7 +30,12 @@ class Rates(NamedTuple):
     network_bytes_per_s: float = 1e8
     """Collectives."""
     host_bytes_per_s: float = 5e6
-    """Bytes that one thread of the host reads and writes."""
+    """Bytes that operators on one thread of the host read and write, in its cache."""
+    cores: int = 0
+    """Cores that the store's threads share, whichever of the machine's threads happens to run their work; 0: each thread
+    has a core, and works in the order in which it ran here."""
+    memory_bytes_per_s: float = inf
+    """Host memory: bytes that copies, files and operators on all threads read and write."""
     disk_bytes_per_s: float = 5e6
     """File I/O, in each direction."""
     launch_s: float = 5e-6
@@ -37,6 +43,9 @@ class Rates(NamedTuple):
 
 
 RATES = Rates()
+
+CORES = "cores"
+"""The resource of operators that the store's threads call, if these share cores."""
 
 
 class Moment:
@@ -85,9 +94,10 @@ def latest(first: Moment, second: Moment) -> Moment:
 class SimulatedTime:
     """The operations of one simulated device and of the threads that use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 0) -> None:
         self._recorded: list[Moment] = []
         self._resources = defaultdict[str, _Resource](_Resource)
+        self._resources[CORES] = _Cores(cores)
 
     def operation(self, after: Moment, seconds: float, resource: str = "", *, urgent: bool = False) -> Moment:
         """Record an operation that begins at `after` or later; return its end.
@@ -171,6 +181,26 @@ class _Resource:
         if moment is not self._running:
             return None
         self._running, self._free_s = None, now_s
+        return self.begin(now_s, heappop(self._queue)[-1], ends) if self._queue else None
+
+
+class _Cores(_Resource):
+    """Cores that serve as many operations at a time as there are of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._free = count
+
+    def begin(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> Moment | None:
+        if not self._free:
+            heappush(self._queue, (now_s, moment.number, moment))
+            return None
+        self._free -= 1
+        ends[moment] = now_s + moment.seconds
+        return moment
+
+    def end(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> Moment | None:
+        self._free += 1
         return self.begin(now_s, heappop(self._queue)[-1], ends) if self._queue else None
 
 

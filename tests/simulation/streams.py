@@ -176,7 +176,7 @@ class Streams:
 
     def __init__(self, order: str, seed: int, rates: Rates = RATES) -> None:
         self.lock = threading.RLock()
-        self.rates, self._time = rates, SimulatedTime()
+        self.rates, self._time = rates, SimulatedTime(rates.cores)
         self._number = next(_DEVICE_NUMBERS)
         self.counts: Counter[str] = Counter()
         self.deferred_races: list[RaceError] = []
@@ -233,7 +233,8 @@ class Streams:
         with self.lock:
             before = self.host
             thread.agents[self._number] = self.agent(before.name)
-            self.host.moment = before.moment
+            if not self.rates.cores:
+                self.host.moment = before.moment
 
     @property
     def host(self) -> Agent:
@@ -384,13 +385,20 @@ class Streams:
                     for launched in other.queue:
                         self._poison(launched)
 
-    def add_time(self, agent: Agent, seconds: float, resource: str, *, urgent: bool = False) -> None:
-        """Add an operation to the simulated time of `agent`, which is the host, or for which the host launches it."""
+    def add_time(
+        self, agent: Agent, seconds: float, resource: str, *, urgent: bool = False, memory_bytes: int = 0
+    ) -> None:
+        """Add an operation to the simulated time of `agent`, which is the host, or for which the host launches it.
+
+        Args:
+            memory_bytes: the bytes of host memory that it reads and writes meanwhile.
+        """
         with self.lock:
             if agent is not self.host:
                 self.host.moment = self._time.operation(self.host.moment, self.rates.launch_s)
                 agent.join(self.host.now())
-            agent.moment = self._time.operation(agent.moment, seconds, resource, urgent=urgent)
+            moved = self._time.operation(agent.moment, memory_bytes / self.rates.memory_bytes_per_s, "host memory")
+            agent.moment = latest(self._time.operation(agent.moment, seconds, resource, urgent=urgent), moved)
 
     def seconds(self, moment: Moment) -> float:
         """Return a moment of simulated time in seconds."""

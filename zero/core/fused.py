@@ -8,10 +8,13 @@ from torch import Tensor
 from zero.core.layout import ONE_SETTING, VECTOR, Layout
 from zero.core.optim import Fused, Hyper
 from zero.core.sizes import round_up
+from zero.core.updates import GroupSettings
 
-GROUP_NUMBERS = 14
-"""Numbers of a group: those that `zero.core.updates` names, two for the mean of parameters, at most eight of the
-optimizer."""
+OWN_NUMBERS = 6
+"""The place of the first number of the optimizer, behind those that `zero.core.updates` names."""
+
+GROUP_NUMBERS = OWN_NUMBERS + 8
+"""Numbers of a group, at most eight of them the optimizer's."""
 
 
 def tables(
@@ -80,9 +83,13 @@ def numbers(fused: Fused | None, hyper: Hyper, first: int = 0) -> Tensor:
         fused: the rule of the kernel; None without a kernel.
         first: the number of groups before those of this optimizer.
     """
-    rows, average = [], 0.0 if fused is None else fused.average or 0.0
-    for number, now in enumerate(hyper.groups):
-        row = now.trains, 1 / hyper.divisor, now.step, hyper.divisor, average, 1 - average
-        rule = fused.numbers(now) if fused is not None and now.trains and number >= first else ()
-        rows.append((*row, *rule, *(0.0,) * (GROUP_NUMBERS - len(row) - len(rule))))
+    rows = [row(fused if number >= first else None, now, hyper.divisor) for number, now in enumerate(hyper.groups)]
     return torch.tensor(rows, dtype=torch.float32, device="cpu")
+
+
+def row(fused: Fused | None, now: GroupSettings, divisor: float) -> tuple[float, ...]:
+    """Return the numbers of one group, see `numbers`."""
+    average = 0.0 if fused is None else fused.average or 0.0
+    shared = now.trains, 1 / divisor, now.step, divisor, average, 1 - average
+    rule = fused.numbers(now) if fused is not None and now.trains else ()
+    return *shared, *rule, *(0.0,) * (GROUP_NUMBERS - OWN_NUMBERS - len(rule))

@@ -50,6 +50,15 @@ def _budget(value: object) -> int | float:
     return bytes_of(value) and memory_bytes(value)
 
 
+def _share(value: object) -> str | float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
+        return float(value)
+    words: dict[object, str] = {0: "device", 1: "host", "device": "device", "host": "host"}
+    if isinstance(value, bool) or value not in words:
+        raise ValueError
+    return words[value]
+
+
 def _percent(share: float) -> str:
     return f"{share:.9%}".rstrip("0%").rstrip(".") + "%"
 
@@ -61,6 +70,9 @@ Budget = Annotated[
     or_auto(_SIZE_OR_SHARE, _budget, None, lambda kept: _percent(kept) if isinstance(kept, float) else kept),
 ]
 Reserve = Annotated[int | None, or_auto("a size such as 80GiB", memory_bytes, None)]
+Compute = Annotated[
+    Literal["device", "host", "auto"] | float, or_auto("device, host, a share such as 0.4", _share, "auto")
+]
 StoreThreads = Annotated[int | None, whole_or_auto(1, 4096, None)]
 PressureBytes = Annotated[int | Literal["auto", "off"], or_auto("off, a size such as 2GiB", _pressure, "auto")]
 AheadBytes = Annotated[
@@ -164,12 +176,12 @@ class Offload(Section):
         trades="memory that the system cannot take back against copies that run beside compute",
         example="false",
     )
-    compute: Literal["device", "host", "auto"] = key(
+    compute: Compute = key(
         "device",
-        "processor that updates offloaded pages: device, host (the CPU's kernel), or auto (the faster one, as a plan "
-        "predicts it; in a loop of your own the device)",
+        "processor that updates offloaded state: device, host, the share of each unit's pages that the host updates, "
+        "such as 0.4, or auto (the fastest share, as a plan predicts it; in a loop of your own the device)",
         trades="host moves gradients and parameters only, and computes on the slower processor",
-        example="host",
+        example="auto",
     )
 
     def __init__(self, preset: str = "none", **settings: Any) -> None:
@@ -199,6 +211,11 @@ class Offload(Section):
     def paths(self) -> tuple[str, ...]:
         """Return the folders for files of pages, one or more; $NAME in them is not expanded yet."""
         return (self.path or ".",) if self.path is None or isinstance(self.path, str) else self.path
+
+    @property
+    def host_share(self) -> float:
+        """The share of each unit's offloaded groups of pages that the host updates beside a GPU."""
+        return self.compute if isinstance(self.compute, float) else float(self.compute == "host")
 
     @property
     def kinds(self) -> tuple[str, str, str]:

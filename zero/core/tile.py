@@ -1,9 +1,11 @@
 """Functions in Triton's language that kernels of `zero.platform.tiles` compile into themselves.
 
-The file of an optimizer or a format has such a function and does not import Triton: the kernel gives it the name `tl`.
+The file of an optimizer or a format has such a function and does not import Triton: whoever calls it gives it the name
+`tl`, by `bound`.
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 Tile = Any
@@ -13,3 +15,12 @@ Tile = Any
 def full_name(function: Callable[..., Any]) -> str:
     """Return the name by which a kernel finds the function."""
     return f"{function.__module__}.{function.__qualname__}"
+
+
+def bound(function: FunctionType, tl: Any, wrap: Callable[[FunctionType], Any]) -> Any:
+    """Return `wrap` of the function, in which `tl` and the functions that it calls have these meanings."""
+    scope = {**function.__globals__, "tl": tl}
+    for name in function.__code__.co_names:
+        if isinstance(called := scope.get(name), FunctionType):
+            scope[name] = bound(called, tl, wrap)
+    return wrap(FunctionType(function.__code__, scope, function.__name__))

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 TensorList = list[Tensor]
-TRAINS, INVERSE, STEP, DIVISOR = 0, 1, 2, 3
+TRAINS, INVERSE, STEP, DIVISOR, AVERAGE = range(5)
 """The places of these numbers in a row of `zero.core.fused.numbers`. `INVERSE` is the inverse of the divisor,
-which kernels read; `DIVISOR` is read by operators, and lacks the clipping of a step that the device decides."""
+which kernels read; `DIVISOR` is read by operators, and lacks the clipping of a step that the device decides. `AVERAGE`
+is the decay of a running mean of the parameters, before one minus it."""
 
 
 class GroupSettings(NamedTuple):

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero.core.layout import VECTOR
+from zero.core.tile import bound
 from zero.platform.tiles import Kernel, add, expand, update
 
 
@@ -27,15 +27,8 @@ def _rule(name: str) -> Kernel:
     The file of an optimizer or format does not import Triton, so the function and those that it calls get `tl` here.
     """
     module, _, function = name.rpartition(".")
-    return _bound(getattr(import_module(module), function))
-
-
-def _bound(function: FunctionType) -> Kernel:
-    scope = {**function.__globals__, "tl": tl}
-    for name in function.__code__.co_names:
-        if isinstance(called := scope.get(name), FunctionType):
-            scope[name] = _bound(called)
-    return Kernel(FunctionType(function.__code__, scope, function.__name__))
+    rule: Kernel = bound(getattr(import_module(module), function), tl, Kernel)
+    return rule
 
 
 def _run_update(

@@ -12,7 +12,6 @@ from zero.core.kept import Pass
 from zero.core.layout import pages
 from zero.engine.model import UnitSpec
 from zero.engine.plan.plan import Plan
-from zero.platform.device import Device
 from zero.store import Page, PageGroup, PrefetchStore
 
 
@@ -32,6 +31,8 @@ class Part(NamedTuple):
     lent: tuple[Tensor, ...] | None
     """The pages in memory, those of one kind as one tensor, in the order of `PageGroup.all`; None if the store's
     threads update the part."""
+    by_host: bool = False
+    """Whether the host updates it, although the device is a GPU."""
     turn: int = 0
     """The index of the pass, see `PageTable.passes`."""
     tables: tuple[Tensor, ...] = ()
@@ -48,20 +49,16 @@ class Part(NamedTuple):
         return tuple(page for group in self.groups for page in group.pages)
 
 
-def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device) -> list[Part]:
-    """Return the parts of the elements that this rank updates of a unit, pass by pass in their order.
-
-    Args:
-        where: the device that updates offloaded state.
-    """
+def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec) -> list[Part]:
+    """Return the parts of the elements that this rank updates of a unit, pass by pass in their order."""
     return [
         part._replace(turn=turn)
         for turn, now in enumerate(plan.passes.of(unit))
-        for part in _parts_of(plan, store, unit, where, now)
+        for part in _parts_of(plan, store, unit, now)
     ]
 
 
-def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, now: Pass) -> list[Part]:
+def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, now: Pass) -> list[Part]:
     device, shard_start = plan.world.compute, 0 if plan.facts.full_update else unit.trainable.shard(plan.rank)[0]
     parts = []
     for number, (start, stop) in enumerate(pages(plan.sizes.update_numel(unit), plan.pages.page_numel)):
@@ -77,9 +74,10 @@ def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, where: Device, n
         on_device = len(group.all) == len(group.pages) and all(
             page_K is not None and device.is_home_of(page_K) for page_K in lent
         )
-        staged = in_memory and not on_device and not where.shares_memory and plan.slots.staging > 0
+        by_host = (unit.index, number) in plan.host_groups
+        staged = in_memory and not on_device and not device.shares_memory and not by_host and plan.slots.staging > 0
         tensors = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
-        parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors))
+        parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors, by_host))
 
     def run(part: Part) -> tuple[bool, int]:
         """Return equal values for parts that may be joined: a slot of staging has room for `staged_pages` pages."""

@@ -3,7 +3,7 @@
 `core.placement.place` chooses the tier of each page.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -103,7 +103,7 @@ def bounce_bytes(table: PageTable, offload: Offload) -> int:
     0 if none is needed. Each of the store's threads has one.
     """
     on_gpu = {"none", "auto"}
-    if offload.compute != "host" or table.facts.device_is_host or {*offload.kinds} == {"none"}:
+    if not offload.host_share or table.facts.device_is_host or {*offload.kinds} == {"none"}:
         return 0
     numel = min(table.page_numel, max(map(table.sizes.update_numel, table.facts.units), default=0))
     optimizer, param, grad = offload.kinds
@@ -254,7 +254,7 @@ def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iter
     if "nvme" in lowest_tiers(offload):
         full = min(_arena_slots(table, offload, room), max(_group_count(table), table.copied_pages()))
         arena += [full, min(offload.threads or THREADS, full) if offload.ahead is None else full]
-    if offload.compute != "host" and not table.facts.device_is_host and _may_stage(table, offload):
+    if offload.host_share < 1 and not table.facts.device_is_host and _may_stage(table, offload):
         staging += [STAGED + ahead, 1]
     yield from product(dict.fromkeys(arena), staging)
 
@@ -277,16 +277,44 @@ def _group_count(table: PageTable) -> int:
 
 def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
-    if offload.compute == "host" or table.facts.device_is_host:
+    if table.facts.device_is_host:
         return 0
+    by_host = host_groups(table, offload, placement)
+    return len({
+        (unit, turn, number // staged_pages)
+        for unit, number in placement.optimizer.keys() - by_host
+        for turn, tiers in enumerate(_tiers_of_passes(table, placement, unit, number))
+        if "host" in tiers and "nvme" not in tiers
+    })  # fmt: skip
+
+
+def host_groups(table: PageTable, offload: Offload, placement: Placement) -> frozenset[tuple[int, int]]:
+    """Return the (unit, number) of each group of pages that the host updates beside a GPU.
+
+    They are the last of each unit's groups that are not whole on the device, so that host and device share the work on
+    every unit. Units with matrices go to one processor, because the other one would round their products differently.
+    """
+    if not offload.host_share or table.facts.device_is_host:
+        return frozenset()
+    offloaded: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for unit, number in placement.optimizer:
+        if any(tiers != {"device"} for tiers in _tiers_of_passes(table, placement, unit, number)):
+            offloaded[unit].append((unit, number))
+    share = offload.host_share
+    return frozenset(
+        group
+        for unit, groups in offloaded.items()
+        if share == 1 or not table.facts.units[unit].matrices
+        for group in sorted(groups)[len(groups) - round(share * len(groups)) :]
+    )
+
+
+def _tiers_of_passes(table: PageTable, placement: Placement, unit: int, number: int) -> list[set[Tier]]:
+    """Return the tiers of the pages that each pass of an update needs of a group."""
+    tier = placement.optimizer[unit, number]
     tiers: dict[str, Tier] = {PageKind.PARAM: placement.param, PageKind.GRAD: placement.grad}
-    parts = set()
-    for (unit, number), tier in placement.optimizer.items():
-        for turn, now in enumerate(table.passes.of(table.facts.units[unit])):
-            there = {tiers.get(kind, tier) for kind in table.passes.kinds_of(now)}
-            if "host" in there and "nvme" not in there:
-                parts.add((unit, turn, number // staged_pages))
-    return len(parts)
+    passes = table.passes.of(table.facts.units[unit])
+    return [{tiers.get(kind, tier) for kind in table.passes.kinds_of(now)} for now in passes]
 
 
 def _least_slots(offload: Offload) -> int:

@@ -66,13 +66,24 @@ class PlannedTraffic(NamedTuple):
     """Bytes of each microbatch's activations that are copied back in backward; forward copies them out."""
     states: Load
     """Bytes of the optimizer state that the update reads, and writes again. They can be read ahead."""
-    offloaded_numel: int
-    """The number of parameters whose master or moments are offloaded."""
+    host_numel: float
+    """The number of parameters that the host updates beside a GPU."""
 
     def of_step(self, microbatches: int) -> Load:
         """Return the bytes of a whole step with this number of microbatches."""
         each = self.forward + self.backward + self.activations + self.activations.back
         return self.update + each.times(microbatches) + self.first + self.last
+
+
+class _Updated(NamedTuple):
+    """What one processor updates: the bytes that bringing its pages to the device once takes."""
+
+    states: Load = Load()
+    params: Load = Load()
+    grads: Load = Load()
+
+    def plus(self, kind: str, moved: Load) -> "_Updated":
+        return self._replace(**{kind: getattr(self, kind) + moved})
 
 
 _KNOWN: WeakKeyDictionary[Plan, PlannedTraffic] = WeakKeyDictionary()
@@ -86,11 +97,11 @@ def traffic(plan: Plan) -> PlannedTraffic:
 
 
 def _traffic(plan: Plan) -> PlannedTraffic:
-    by_kind: dict[str, Load] = defaultdict(Load)
+    grads, host_numel = Load(), 0.0
+    updated = {False: _Updated(), True: _Updated()}  # by whether the host updates
     passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
-    offloaded_numel, updated_grads = 0, Load()
     device_is_host = plan.world.compute.shares_memory
-    # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
+    # the kind whose pages are counted to get `host_numel`: it has one page in each updated group
     counted = {
         unit.index: next(
             (kind for kind in plan.passes.state_kinds(plan.passes.of(unit)[0]) if kind != PageKind.PARAM), "param"
@@ -99,14 +110,19 @@ def _traffic(plan: Plan) -> PlannedTraffic:
     }
     for page, spec in plan.pages.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
-        by_kind["state" if plan.pages.is_updated(page) else page.kind] += moved
+        by_host = (page.unit, page.number) in plan.host_groups
+        if plan.pages.is_updated(page):
+            updated[by_host] = updated[by_host].plus("states", moved)
+        if page.kind == PageKind.PARAM:
+            updated[by_host] = updated[by_host].plus("params", moved)
         if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
             passing[page.unit] += moved
-        if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(plan.units[page.unit]):
-            updated_grads += moved
-        if page.kind == counted[page.unit] and moved != Load():  # may have several elements for each parameter
-            offloaded_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
-    states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
+        if page.kind == PageKind.GRAD:
+            grads += moved
+            if page.number < plan.pages.updated_pages(plan.units[page.unit]):
+                updated[by_host] = updated[by_host].plus("grads", moved)
+        if by_host and page.kind == counted[page.unit]:  # may have several elements for each parameter
+            host_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)
     last = reduction if plan.facts.local_sum else Load()
@@ -118,38 +134,43 @@ def _traffic(plan: Plan) -> PlannedTraffic:
     # last one the gradients are reduced over ranks, and only the range that this rank updates is written.
     single = grads.times(plan.facts.first_grad_dtype.itemsize / plan.facts.grad_dtype.itemsize)
     sums = single + grads.times(count - 2) if count > 1 else Load()
-    arriving = (sums + sums.back + updated_grads.back).times(1 / count)
+    arriving = (sums + sums.back + updated[False].grads.back + updated[True].grads.back).times(1 / count)
     return PlannedTraffic(
-        update=_update(plan, states, params, updated_grads, offloaded_numel) + _matrices(plan),
+        update=_update_by_device(plan, updated[False])
+        + _update_by_host(plan, updated[True], host_numel)
+        + _matrices(plan),
         forward=forward,
         backward=backward + arriving + (Load() if plan.facts.local_sum else reduction),
         first=first,
         last=last,
         activations=Load(copy_in=plan.host_activation_bytes),
-        states=_on_disk(states) if plan.offload.compute == "host" else states,
-        offloaded_numel=offloaded_numel,
+        states=updated[False].states + _on_disk(updated[True].states),
+        host_numel=host_numel,
     )
 
 
-def _update(plan: Plan, states: Load, params: Load, grads: Load, offloaded_numel: int) -> Load:
-    """Return the bytes of the update: states and gradients are read, states and new parameters are written.
+def _update_by_device(plan: Plan, pages: _Updated) -> Load:
+    """Return the bytes of the device's update: states and gradients are read, states and new parameters are written.
 
     States that have slots of their own on a GPU are not read.
-
-    If the host updates, pages in host memory do not move, but gradients and parameters on the device do.
-
-    Args:
-        states, params, grads: the bytes that reading these pages once takes.
     """
-    reads_params, on_host = plan.precision.master.reads_params, plan.offload.compute == "host"
-    read = grads if plan.slots.keeps_staged else states + grads + params.times(reads_params)
-    written = (states + params).back
-    if plan.world.compute.shares_memory or not on_host:
-        return read + written
-    grad_bytes = 0 if grads != Load() else offloaded_numel * plan.facts.grad_dtype.itemsize
-    param_bytes = 0 if params != Load() else offloaded_numel * plan.precision.compute.itemsize
-    moved = Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads_params)
-    return _on_disk(read) + _on_disk(written) + moved
+    states, params, grads = pages
+    reads = plan.precision.master.reads_params
+    read = grads if plan.slots.keeps_staged else states + grads + params.times(reads)
+    return read + (states + params).back
+
+
+def _update_by_host(plan: Plan, pages: _Updated, numel: float) -> Load:
+    """Return the bytes of the host's update beside a GPU.
+
+    Pages in host memory do not move, but gradients and parameters on the device do.
+    """
+    states, params, grads = pages
+    reads = plan.precision.master.reads_params
+    on_disk = _on_disk(states + grads + params.times(reads)) + _on_disk((states + params).back)
+    grad_bytes = 0 if grads != Load() else numel * plan.facts.grad_dtype.itemsize
+    param_bytes = 0 if params != Load() else numel * plan.precision.compute.itemsize
+    return on_disk + Load(copy_in=param_bytes, copy_out=grad_bytes + param_bytes * reads)
 
 
 def _matrices(plan: Plan) -> Load:

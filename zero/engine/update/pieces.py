@@ -1,16 +1,19 @@
 """Update pieces of a unit: ranges of its elements with their gradient, master and moments, on the device that updates.
 
 On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
-moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece.
+moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece. The
+host beside a GPU with kernels computes as they do, see `zero.core.host_rule`; a CPU alone calls torch's fused kernels.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero.core.fused import signed, tables
+from zero.core.host_rule import update_on_host
 from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
@@ -58,10 +61,12 @@ class Pieces:
     def update(self, unit: UnitState, hyper: Hyper, where: Device, pieces: Sequence[Piece], turn: int = 0) -> None:
         """Update pieces on the device `where`: by a kernel each, or in batches of at most `where.piece_numel`."""
         layout, now = unit.spec.trainable, self._plan.passes.of(unit.spec)[turn]
-        if self._numbers.fused is not None and where.tile_numel and not unit.spec.matrices:
-            for piece in pieces:
-                run_kernel(self._numbers.fused, now.kept, hyper, where, piece)
-            return
+        if self._numbers.fused is not None and not unit.spec.matrices:
+            if where.tile_numel:
+                for piece in pieces:
+                    run_kernel(self._numbers.fused, now.kept, hyper, where, piece)
+                return
+            now = now._replace(update=partial(update_on_host, self._numbers.fused))
         for batch in _batches(pieces, where.piece_numel):
             places = [layout.pieces(*piece.range) for piece in batch] if now.kept.draws else []
             params, kept = [piece.param_K for piece in batch], [piece.kept for piece in batch]

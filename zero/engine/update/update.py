@@ -34,7 +34,7 @@ from zero.engine.update.pieces import Piece, Pieces
 from zero.engine.update.staging import Staging
 from zero.engine.update.step_numbers import StepNumbers
 from zero.errors import StaleStateError
-from zero.platform.device import PASSED, Event
+from zero.platform.device import PASSED, Device, Event
 from zero.platform.tape import Tape
 from zero.store import PageKind, PrefetchStore, Ticket
 
@@ -66,14 +66,14 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._gradients, self._tape = plan, store, gradients, tape
         self._device = plan.world.compute
-        self._where = self._device.host if plan.offload.compute == "host" else self._device
-        plan.passes.kept.prepare(self._where.device)
+        for device in {self._device, self._device.host}:
+            plan.passes.kept.prepare(device.device)
         self.matrices = MatrixPasses(plan, advance)
         self.numbers = StepNumbers(plan)
         self._pieces = Pieces(plan, self.numbers)
         for unit in units:
-            unit.parts = tuple(parts_of(plan, store, unit.spec, self._where))
-        self._limit = nullcontext() if self._where.shares_memory else threading.Semaphore(GPU_GROUPS)
+            unit.parts = tuple(parts_of(plan, store, unit.spec))
+        self._limit = threading.Semaphore(GPU_GROUPS)
         self._units, self._order = units, list(units)  # `_order` is that of the coming updates
         self._visited: list[UnitState] = []
         self._coming: Iterator[UnitState] = iter(())  # units with staged parts, in the order of the coming updates
@@ -230,31 +230,36 @@ class Updater:
         self, unit: UnitState, hyper: Hyper, part: Part, after: Event, tensors: Sequence[Tensor]
     ) -> None:
         """Update one part on a thread of the store; `tensors` are its pages in memory, in the order of `Group.all`."""
-        name, now = threading.current_thread().name, self._where.shares_memory
-        if hyper.decision is not None and now:  # the host computes
+        name, where = threading.current_thread().name, self._where(part)
+        if hyper.decision is not None and where.shares_memory:  # the host computes
             divisor = hyper.decision.learn()
             if divisor is None:
                 return
             hyper = hyper._replace(divisor=divisor, table=None)
         told = self._tape.streaming("update", unit.spec.name)
-        with self._limit, self._room() as room_for, self._device.paging(name, after, now=now), told:
-            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn, room_for)
+        limit = nullcontext() if where.shares_memory else self._limit
+        with limit, self._room(where) as room_for, self._device.paging(name, after, now=where.shares_memory), told:
+            self._update_offloaded(unit, hyper, self._piece(unit, part, tensors), part.turn, where, room_for)
+
+    def _where(self, part: Part) -> Device:
+        """Return the device that updates a part."""
+        return self._device.host if part.by_host else self._device
 
     @contextmanager
-    def _room(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield a function that returns a tensor if the update can access it where it is, else room for its values.
+    def _room(self, where: Device) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yield a function that returns a tensor if `where` can access it where it is, else room for its values.
 
         Room in host memory is pinned, so that copies do not pass through other memory.
         """
-        if not self._plan.slots.bounce_bytes:
-            yield self._where.room_for
+        if not where.shares_memory or not self._plan.slots.bounce_bytes:
+            yield where.room_for
             return
         with self._store.bounce_buffers.borrowed() as memory:
             end = 0
 
             def room_for(tensor: Tensor) -> Tensor:
                 nonlocal end
-                if self._where.is_home_of(tensor):
+                if where.is_home_of(tensor):
                     return tensor
                 start, end = end, round_up(end + tensor.nbytes)
                 return memory[start : start + tensor.nbytes].view(tensor.dtype)
@@ -276,31 +281,30 @@ class Updater:
         return Piece(part.first, cast(Tensor, param_K), kept, cast(Tensor, grad_K), part.tables)
 
     def _update_offloaded(
-        self, unit: UnitState, hyper: Hyper, piece: Piece, turn: int, room_for: Callable[[Tensor], Tensor]
+        self,
+        unit: UnitState,
+        hyper: Hyper,
+        piece: Piece,
+        turn: int,
+        where: Device,
+        room_for: Callable[[Tensor], Tensor],
     ) -> None:
         """Update one part on the device that the plan chose, and copy tensors of other devices there and back."""
         changed = [piece.param_K, *piece.kept]
         there = [room_for(tensor) for tensor in changed]
         grad_there = room_for(piece.grad_K)
         reads = self._plan.passes.of(unit.spec)[turn].reads_params
-        self._copy_all([*there[not reads :], grad_there], [*changed[not reads :], piece.grad_K])
+        _copy_all(where, [*there[not reads :], grad_there], [*changed[not reads :], piece.grad_K])
         brought = piece._replace(param_K=there[0], kept=there[1:], grad_K=grad_there)
-        self._pieces.update(unit, hyper, self._where, [brought], turn)
-        self._copy_all(changed, there)
-
-    def _copy_all(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy each source, unless it is its own destination; the host waits if it computes with the result."""
-        for tensor, source in zip(into, sources, strict=True):
-            if tensor is not source:
-                self._where.copy(tensor, source)
+        self._pieces.update(unit, hyper, where, [brought], turn)
+        _copy_all(where, changed, there)
 
     def _make_tables(self) -> None:
         """Make the tables of each part for the kernel, on the device that updates it."""
         for unit in self._units:
             if not unit.spec.matrices:
                 unit.parts = tuple(
-                    self._pieces.with_tables(unit.spec.trainable, part, self._device if part.on_device else self._where)
-                    for part in unit.parts
+                    self._pieces.with_tables(unit.spec.trainable, part, self._where(part)) for part in unit.parts
                 )
 
     def _expect(self) -> None:
@@ -314,3 +318,10 @@ class Updater:
             self._coming = iter([unit for unit in coming if not unit.spec.matrices])
         if groups := [group for part in parts if not part.staged for group in part.groups]:
             self._store.expect(groups)
+
+
+def _copy_all(where: Device, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source, unless it is its own destination; the host waits if it computes with the result."""
+    for tensor, source in zip(into, sources, strict=True):
+        if tensor is not source:
+            where.copy(tensor, source)

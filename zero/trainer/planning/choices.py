@@ -1,11 +1,11 @@
 """Plans for every stage and offload preset on a machine: memory, whether it fits, and the predicted time of a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero.core.activations import ACTIVATIONS
 from zero.core.activations.rows import ALL_ROWS, halvings
-from zero.core.offload import PRESETS
+from zero.core.offload import PRESETS, Offload
 from zero.core.placement import NO_LIMIT, DoesNotFit, Room, budget_bytes
 from zero.core.stage import Stage
 from zero.distributed.world import World
@@ -59,8 +59,8 @@ class Choice:
         """Settings to type for this choice."""
         _, micro, accumulate = self.config.batch.numbers()
         offload = () if self.preset == "config" else (f"offload={self.preset}",)
-        if self.config.offload.compute == "host":
-            offload = *offload, "offload.compute=host"
+        if self.config.offload.host_share:
+            offload = *offload, f"offload.compute={self.config.offload.compute}"
         batch = f"batch.micro={micro}", f"batch.accumulate={accumulate}"
         rows = (f"zero.rows={self.config.zero.rows}",) if self.config.zero.rows != ALL_ROWS else ()
         return f"zero.stage={self.plan.facts.stage.level}", *offload, *batch, *rows
@@ -120,15 +120,15 @@ def nearest_choice(candidates: Sequence[Choice]) -> Choice:
 def plan_choice(config: Config, preset: str, machine: Machine, activations: ActivationTraces, rates: Rates) -> Choice:
     """Return the choice for these settings with the largest microbatch that fits, or with the smallest if none does.
 
-    With `offload.compute=auto` the host updates all offloaded state if that is predicted to be faster, else the device.
+    With `offload.compute=auto` the host updates the share of offloaded state with which a step is predicted to be the
+    fastest; none if that gains less than `ALIKE`.
     """
     if config.offload.compute == "auto":
-        on_device, on_host = (
-            plan_choice(with_compute(config, compute), preset, machine, activations, rates)
-            for compute in ("device", "host")
+        if config.offload.kinds == PRESETS["none"]:
+            return plan_choice(with_compute(config, "device"), preset, machine, activations, rates)
+        return _fastest_share(
+            lambda share: plan_choice(with_compute(config, share), preset, machine, activations, rates)
         )
-        is_faster = on_host.seconds * (1 + ALIKE) < on_device.seconds
-        return on_host if on_host.fits and (is_faster or not on_device.fits) else on_device
     refusal, lacks = None, dict[str, int]()
     solved, plan = _largest_that_fits(config, machine, activations)
     rows = solved.batch.numbers()[1]
@@ -141,6 +141,27 @@ def plan_choice(config: Config, preset: str, machine: Machine, activations: Acti
     moved = traffic(plan).of_step(plan.accumulate).by_medium
     moved_bytes = moved["disk"] + moved["copy"] + moved["link"]
     return Choice(solved, preset, plan, refusal, lacks, seconds, moved_bytes)
+
+
+def _fastest_share(choose: Callable[[float], Choice]) -> Choice:
+    """Return the choice with the best share of updates by the host.
+
+    The seconds of a step are the largest of several sums, each of which is linear in the share, so they are convex: the
+    search halves its steps around the best share so far.
+    """
+    tried = {share: choose(share) for share in (0.0, 0.5, 1.0)}
+
+    def rank(share: float) -> tuple[bool, float]:
+        return not tried[share].fits, tried[share].seconds
+
+    for step in (1 / 4, 1 / 8, 1 / 16):
+        middle = min(tried, key=rank)
+        tried |= {
+            share: choose(share) for share in (middle - step, middle + step) if 0 < share < 1 and share not in tried
+        }
+    fastest = tried[min(tried, key=rank)]
+    on_device = tried[0.0]
+    return on_device if on_device.fits and on_device.seconds <= fastest.seconds * (1 + ALIKE) else fastest
 
 
 def _largest_that_fits(
@@ -209,9 +230,9 @@ def with_rows(config: Config, rows: int) -> Config:
     return config.changed("zero", rows=rows).changed("debug", check_rows=config.debug.check_rows or rows != ALL_ROWS)
 
 
-def with_compute(config: Config, compute: str) -> Config:
-    """Return the same settings with another `offload.compute`."""
-    return config.changed("offload", compute=compute)
+def with_compute(config: Config, compute: str | float) -> Config:
+    """Return the same settings with another `offload.compute`: a processor, or the share of the host."""
+    return config.changed("offload", compute=Offload(compute=compute).compute)
 
 
 def planned(config: Config, world: World, room: Room | None, activations: ActivationTraces) -> Plan:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from zero.core.layout import VECTOR
 from zero.engine.plan import Load, Plan, traffic
 from zero.tracker.report.scale import duration_unit
 from zero.trainer.planning.traces.operators import OperatorWork
@@ -92,9 +93,9 @@ class Ahead(NamedTuple):
     @staticmethod
     def of(plan: Plan) -> "Ahead":
         pages = max(sum(map(plan.sizes.update_numel, plan.units)) / plan.pages.page_numel, 1)
-        return Ahead(
-            min(plan.slots.staging * plan.slots.staged_pages / pages, 1), min(plan.slots.read_ahead / pages, 1)
-        )
+        by_device = max(pages - len(plan.host_groups), 1)
+        staged = plan.slots.staging * plan.slots.staged_pages
+        return Ahead(min(staged / by_device, 1), min(plan.slots.read_ahead / pages, 1))
 
 
 def step_seconds(
@@ -133,7 +134,7 @@ def step_seconds(
     copied, on_disk = ahead.on_device * moved.states.copy_in, ahead.on_host * moved.states.disk_read
     early = Load(disk_read=on_disk, disk_write=on_disk, copy_in=copied, copy_out=copied)
 
-    update_s, in_place_s = _update_seconds(plan, moved.offloaded_numel, rates)
+    update_s, in_place_s = _update_seconds(plan, moved.host_numel, rates)
     moving_s = _added(busy_seconds(moved.update, rates), update_s)
     if plan.update == "serial":
         in_place_s, moving_s, early = in_place_s + max(moving_s.values()), {}, Load()
@@ -236,15 +237,20 @@ def scaled_work(rates: Rates, times: Mapping[str, float]) -> Rates:
     return replace(rates, **values)
 
 
-def _update_seconds(plan: Plan, offloaded_numel: int, rates: Rates) -> tuple[dict[str, float], float]:
+def _update_seconds(plan: Plan, host_numel: float, rates: Rates) -> tuple[dict[str, float], float]:
     """Return the seconds of updates beside the first forward, by part of the machine, and of updates beside nothing."""
     numel, products_s = sum(plan.sizes.update_numel(unit) for unit in plan.units), plan.sizes.matrix_flops / rates.flops
-    if plan.world.compute.shares_memory or plan.offload.compute != "host":
-        return {}, numel / rates.update_numel + products_s
     return {
-        "the update on the host": offloaded_numel / rates.host_update_numel,
-        "host memory": offloaded_numel * UPDATE_BYTES / rates.host_bytes,
-    }, max(0, numel - offloaded_numel) / rates.update_numel + products_s
+        "the update on the host": host_numel / rates.host_update_numel,
+        "host memory": host_numel * _update_bytes(plan) / rates.host_bytes,
+    }, max(0, numel - host_numel) / rates.update_numel + products_s
+
+
+def _update_bytes(plan: Plan) -> float:
+    """Return the bytes of memory that an update reads and writes for each parameter: state, parameter, gradient."""
+    kept = plan.passes.kept
+    state_bytes = sum(dtype.itemsize * kept.numel(kind, VECTOR) for kind, dtype in kept.dtypes.items()) / VECTOR
+    return 2 * (state_bytes + plan.precision.compute.itemsize) + plan.facts.grad_dtype.itemsize
 
 
 def _added(seconds: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:

@@ -18,9 +18,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero.trainer import cli, launch
-from zero.trainer.config import Config
-from zero.trainer.job import write_config
+try:
+    from zero.trainer import cli, launch
+    from zero.trainer.config import Config
+    from zero.trainer.job import write_config
+except KeyboardInterrupt:  # nothing has begun
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from zero.tracker.meter import Summary

@@ -199,6 +199,22 @@ class Splitting:
         """Whether the model has a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
+    @property
+    def numel(self) -> int:
+        """The number of elements of all parameters; a tied parameter counts once."""
+        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(unit.trainable.numel for unit in self.units)
+
+    def count_text(self) -> str:
+        """Return the number of parameters as text, with the number of those that train if others are frozen."""
+        trained, total = self.trainable_numel, self.numel
+        if trained in (0, total):
+            return f"{total:,} parameters"
+        return f"trains {trained:,} of {total:,} parameters ({100 * trained / total:.3g} %)"
+
     @cached_property
     def has_packed(self) -> bool:
         """Whether frozen parameters are stored in a packed format."""

@@ -88,9 +88,10 @@ def report(run: RecordedRun, defaults: Defaults | None = None) -> str:
 def _summary(run: RecordedRun) -> list[str]:
     """Return phrases with the model's size, stage, precision and number of ranks."""
     settings, ranks = flat_fields(run.config), finite_values(run.summary.get("ranks"))
-    numel = finite_values(run.summary.get("parameters_numel"))
+    numel, trained = (finite_values(run.summary.get(f"{which}_numel")) for which in ("parameters", "trainable"))
+    adapts = f"trains {count(trained)} of " if numel and trained and trained < numel else ""
     return [
-        *([f"{count(numel)} parameters"] if numel else []),
+        *([f"{adapts}{count(numel)} parameters"] if numel else []),
         *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
         *([str(compute)] if (compute := settings.get("precision.compute", run.loop.get("precision"))) else []),
         *([f"{ranks:.0f} rank{'s' * (ranks != 1)}"] if ranks else []),

@@ -25,12 +25,14 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 
     Raises:
         ConfigError: a setting is wrong; the message has one line.
+        MachineError: launch.device=cuda, and torch, which is then imported, finds no GPU.
     """
     config = read(raw)
     if config.mode in RUNS_NOTHING:
         if isinstance(config.data, TokensConfig):
             config.check_tokens()
         return config
+    launch.check_device(config.launch.device)
     config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
     if isinstance(config.model, HFConfig):
         config.model.check()  # first, because the data's tokenizer may be the model's

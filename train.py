@@ -8,8 +8,7 @@
     torchrun --nproc-per-node 2 train.py zero.stage=3   ranks started by someone else
 
 Every rank runs `train`. `zero/trainer/cli.py` reads the command line, and `zero/trainer/job.py` starts the ranks.
-Options are in conf/, and docs/config.md explains the settings. A run writes runs/<date>/<time>/. Installed, this file
-is the command `zero-train`.
+Options are in conf/, explained in docs/config.md. A run writes runs/<date>/<time>/. Installed, this is `zero-train`.
 """
 
 import sys
@@ -18,9 +17,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero.trainer import cli, launch
-from zero.trainer.config import Config
-from zero.trainer.job import write_config
+try:
+    from zero.trainer import cli, job, launch
+    from zero.trainer.config import Config
+except KeyboardInterrupt:  # nothing has begun
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from zero.tracker.meter import Summary
@@ -62,7 +63,7 @@ def train(config: Config, folder: Path) -> "Summary":
         activations = ActivationTraces(config, task.model)  # traced once, for what is auto and for the plan
         config, predicted_s, micro = resolve_auto(config, activations, world, tracker)
         if world.rank == 0:
-            write_config(config, folder)
+            job.write_config(config, folder)
         check_replay(config.debug.replay, world, "debug.replay")
         tracker.waiting("the plan and its memory")
         plan = plan_of_run(config, world, activations)

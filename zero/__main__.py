@@ -19,23 +19,29 @@ from zero.trainer.commands import COMMANDS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    first = words[0] if words else ""
-    if first in COMMANDS:
-        from zero.trainer.launch import signals_waiting
-        from zero.trainer.text_output import for_a_reader
+    try:
+        return _command(words) if words and words[0] in COMMANDS else _run(words)
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr, flush=True)
+        return 130
 
-        try:
-            with for_a_reader():
-                with signals_waiting():  # some commands import torch
-                    command = import_module(f"zero.trainer.commands.{COMMANDS[first]}")
-                exit_code: int = command.main(words[1:])
-        except KeyboardInterrupt:
-            print("stopped by SIGINT", file=sys.stderr, flush=True)
-            return 130
-        return exit_code
+
+def _command(words: Sequence[str]) -> int:
+    from zero.trainer.launch import signals_waiting
+    from zero.trainer.text_output import for_a_reader
+
+    with for_a_reader():
+        with signals_waiting():  # some commands import torch
+            command = import_module(f"zero.trainer.commands.{COMMANDS[words[0]]}")
+        exit_code: int = command.main(words[1:])
+    return exit_code
+
+
+def _run(words: list[str]) -> int:
     from zero.trainer import cli
     from zero.trainer.config import Config
 
+    first = words[0] if words else ""
     if first in get_args(Config.model_fields["mode"].annotation):
         words[0] = f"mode={first}"
     if first == "explain" and len(words) > 1 and "=" not in words[1]:

@@ -207,7 +207,7 @@ def held(world, setting: Setting):
     state, step = setting.start(world, large)
     state, _ = step(state, slice_of(small_batch(0, 6 * world.size), world, 1))
     counted = {tier: {kind: n for kind, n in kinds.items() if n} for tier, kinds in state.plan.bytes.items()}
-    return counted, measured(state), sum(flat.stored.S for unit in state.plan.units for flat in unit.packed)
+    return counted, measured(state), sum(unit.packed.stored.S for unit in state.plan.units if unit.packed)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -899,7 +899,26 @@ def test_an_export_without_the_models_settings_leaves_nothing_and_fails_alike_ag
 def test_a_sample_of_impossible_length_or_heat_is_refused(words, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         script("sample", monkeypatch, "run", "to be", *words)
-    assert words[0] in capsys.readouterr().err.splitlines()[-1]
+    assert capsys.readouterr().err.startswith(f"{words[0]}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("sample", ["run"], "prompt: missing. scripts/sample --help explains the arguments."),
+        ("sample", ["run", "a", "--heat", "1"], "--heat 1: not an argument of this command. scripts/sample --help"),
+        ("sample", ["run", "a", "--tokens", "x"], "--tokens: 'x' is not a whole number >= 0. scripts/sample --help"),
+        ("export", ["run", "--to", "gguf"], "--to: invalid choice: 'gguf' (choose from "),
+        ("export", ["run", "--to", "hf", "--shard-size", "3x"], "--shard-size: '3x' is not a size. Write 5GB, 500MB"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line(name: str, words, line: str, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script(name, monkeypatch, *words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(line)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("config", "word"), [([1], "model"), ({"model": 3}, "model"), ({}, "shape")])

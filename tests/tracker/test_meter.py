@@ -34,10 +34,13 @@ class Counted:
 METRICS = SimpleNamespace(loss=2.0, grad_norm=1.0, lr=0.1, loss_scale=1.0, skipped=False)
 
 
+def plan_of(**tiers):
+    facts = SimpleNamespace(trains=False, splitting=SimpleNamespace(trainable_numel=100))
+    return SimpleNamespace(numel=100, facts=facts, bytes=tiers)
+
+
 def meter_of(world, traffic, flops_per_token=None, peak_flops=None, **tiers):
-    plan = SimpleNamespace(
-        numel=100, facts=SimpleNamespace(trains=False), bytes={"device": {"parameters": 400}, **tiers}
-    )
+    plan = plan_of(device={"parameters": 400}, **tiers)
     return Meter(
         world, plan, tokens_per_step=64, traffic=traffic, flops_per_token=flops_per_token, peak_flops=peak_flops
     )
@@ -99,8 +102,7 @@ def test_a_speed_is_of_the_tokens_that_the_steps_had():
 
 def test_the_first_row_after_a_start_says_of_how_many_steps_it_is():
     """A run that goes on from step 25 has its first row at step 30."""
-    plan = SimpleNamespace(numel=100, facts=SimpleNamespace(trains=False), bytes={})
-    meter = Meter(zero.open_world(), plan, tokens_per_step=64, traffic=Counted(), steps=25)
+    meter = Meter(zero.open_world(), plan_of(), tokens_per_step=64, traffic=Counted(), steps=25)
     counted = []
     for step in range(26, 41):
         meter.count(METRICS)

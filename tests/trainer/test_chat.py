@@ -512,12 +512,33 @@ def test_epochs_with_another_batch_name_the_steps_that_are_left(llama, data, her
     assert run(llama, data, *words, "batch.global=2") == 0
 
 
-def test_a_trained_model_answers_a_prompt(llama, data, here, capsys):
-    """`sample` asks as the template does."""
-    assert run(llama, data, "steps=2", "hydra.run.dir=asked", "checkpoint.every=2") == 0
+TEMPLATED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"messages": TWO_TURNS}, TEMPLATED),
+        ({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, TEMPLATED),
+        ({"prompt": "a b", "completion": " c"}, "hello"),
+    ],
+)
+def test_a_sample_asks_as_the_data_does(llama, data, here, capsys, record, prompt):
+    """The template is for data with roles."""
+    Path(data.path).write_text("\n".join(json.dumps(record | {"id": number}) for number in range(20)))
+    assert run(llama, data, f"val.path={data.path}", "steps=2", "hydra.run.dir=asked", "checkpoint.every=2") == 0
     capsys.readouterr()
     assert sample.main(["asked", "hello", "--tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert capsys.readouterr().out.startswith(prompt)
+    assert sample.main(["asked", "hello", "--tokens", "3", "--raw"]) == 0
+    assert capsys.readouterr().out.startswith("hello")
+
+
+def test_a_row_is_shown_without_its_padding(data):
+    opened = open_data(changed(data, pack=False), SEQ, 0)
+    shown, row = "".join(text for text, _ in opened.example()), opened.decode(opened.rows(0, 1)[0])
+    assert shown.endswith("<|im_end|>\n")
+    assert row.startswith(f"{shown}<|im_end|>"), "of the padding"
 
 
 @pytest.mark.slow

@@ -226,9 +226,21 @@ def test_a_plan_counts_the_frozen_base_once_and_the_adapter_with_its_moments(bas
     )
     lines = capsys.readouterr().out.splitlines()
     adapter = 64 * 2 * ((16 + 16) * 2 + (16 + 8) * 2 + (16 + 24) * 3)  # rank x layers x the sides of their matrices
-    assert any(line.startswith(f"{4944 + adapter:,} parameters, bf16") for line in lines), lines
+    share = f"trains {adapter:,} of {4944 + adapter:,} parameters (85.7 %)"
+    assert any(line.startswith(f"{share}, bf16") for line in lines), lines
     row = next(line.split() for line in lines if line.split()[:2] == ["device", "moments"])
     assert row[2:4] == [f"{adapter * 8 / 1024:.1f}", "KiB"], "of the adapter alone"
+
+
+def test_a_run_says_how_many_parameters_train(base, here, capsys):
+    assert command(base / "llama") == 0
+    trained, total = 4 * 2 * 232, 4944 + 4 * 2 * 232
+    assert f", trains {trained:,} of {total:,} parameters (27.3 %) in " in capsys.readouterr().out
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["trainable_numel"], summary["parameters_numel"]) == (trained, total)
+    assert f"trains {trained:,} of {total:,} parameters · " in Path("run/report.html").read_text()
+    assert command(base / "llama", "model.lora.rank=0", "hydra.run.dir=whole") == 0
+    assert ", 4,944 parameters in " in capsys.readouterr().out
 
 
 def test_what_does_not_fit_an_adapter_is_one_line(base, here, capsys, monkeypatch):

@@ -547,6 +547,23 @@ def test_the_text_that_a_run_printed_is_in_its_report(tmp_path):
     assert "def main(x):\n    return &lt;x&gt;<" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "title"),
+    [
+        ([], "the default run"),
+        (["zero.stage=3", "steps=9"], "steps=9 zero.stage=3"),
+        ([f"data.path={'x' * 90}"], f"data.path={'x' * 47}..."),
+        (
+            [f"model.path={'long/' * 7}", "model=hf", *(f"val.rows={n}" for n in range(20))],
+            f"model=hf model.path={'long/' * 7} val.rows=0 and 19 more",
+        ),
+    ],
+)
+def test_a_title_is_one_line_of_the_overrides(overrides, title, tmp_path):
+    write_folder(tmp_path, overrides=overrides)
+    assert f"<h1>{title}</h1>" in run.report(read_run(tmp_path))
+
+
 def test_a_report_says_how_to_make_the_run_again_and_how_to_go_on(tmp_path):
     summary = {"exit_reason": "finished", "ranks": 2, "versions": {"zero": None, "torch": "2.13.0", "python": "3.12"}}
     summary |= {"data_digest": "0123456789abcdef", "checkpoint": "/a b/step-9"}

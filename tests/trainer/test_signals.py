@@ -260,6 +260,11 @@ def test_ctrl_c_ends_an_answer_with_its_line(here: Path) -> None:
     assert interrupted(here, "numpy", train.__file__, "mode=plan") == (130, "stopped by SIGINT\n")
 
 
+@pytest.mark.parametrize("module", ["zero.trainer.cli", "pydantic", "hydra"])
+def test_ctrl_c_at_the_start_of_the_program_ends_it_quietly(here: Path, module: str) -> None:
+    assert interrupted(here, module, train.__file__, *TINY) == (130, "")
+
+
 @pytest.fixture
 def at_a_terminal() -> Iterator[None]:
     """Signals are as in a program that somebody looks at, and afterwards as they were."""

@@ -20,6 +20,7 @@ import train  # noqa: E402
 from tests.trainer.test_chat import SEQ, chats, model_folder, rows_of, run  # noqa: E402
 from zero.errors import ConfigError  # noqa: E402
 from zero.trainer import hub  # noqa: E402
+from zero.trainer.checks import notes_on  # noqa: E402
 from zero.trainer.config import read  # noqa: E402
 from zero.trainer.data import check_data, open_data  # noqa: E402
 from zero.trainer.data.mixed import Proportion  # noqa: E402
@@ -272,7 +273,7 @@ def test_validation_from_a_file_of_its_own_leaves_all_to_training(llama, tmp_pat
         assert "; validation: 20 chats to validate (" in data.about
 
 
-def test_val_path_of_texts_and_of_a_run(llama, here):
+def test_val_path_of_texts_and_of_a_run(llama, here, capsys):
     for name in ("train", "held"):
         (here / name).mkdir()
         (here / name / "a.txt").write_text(f"{name} " * 500)
@@ -280,6 +281,31 @@ def test_val_path_of_texts_and_of_a_run(llama, here):
     assert "h" not in data.decode(data.rows(0, 50).flatten()).replace("the", "")
     assert "train" not in data.decode(data.validation(0, data.validation_rows).flatten())
     words = ["debug=tiny", "data.folder=train", "val.path=held", "steps=2", "hydra.run.dir=run", "tracker.console=none"]
-    assert train.main(words) == 0
+    assert train.main([*words, "data.holdout=0.1"]) == 0
+    assert capsys.readouterr().err == "warning: data.holdout=0.1 has no effect beside val.path. Remove one of them.\n"
     assert rows_of(here / "run")[-1]["val/loss"] > 0
     assert train.main(["debug=tiny", "data=synthetic", "val.path=held"]) == 2
+
+
+TEXTS_AND_TOKENIZER = {"name": "hf", "tokenizer": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("data", "held", "is_trained"),
+    [
+        (TEXTS_AND_TOKENIZER | {"path": "a.jsonl"}, "below/../a.jsonl", True),
+        (TEXTS_AND_TOKENIZER | {"path": ["b.jsonl", "a.jsonl"]}, "a.jsonl", True),
+        (TEXTS_AND_TOKENIZER | {"path": "below"}, "below/a.jsonl", True),
+        (TEXTS_AND_TOKENIZER | {"mix": {"b": {"path": "b.jsonl"}, "a": {"path": ["a.jsonl"]}}}, "a.jsonl", True),
+        (TEXTS_AND_TOKENIZER | {"path": "org/name"}, "org/name", True),
+        (TEXTS_AND_TOKENIZER | {"path": "a.jsonl"}, "below/a.jsonl", False),
+        ({"name": "tokens", "path": "a.bin", "vocab": 256}, "./a.bin", True),
+        ({"name": "text", "folder": "below"}, "below", True),
+        ({"name": "text", "folder": "below", "skip": ["held"]}, "below/held", False),
+    ],
+)
+def test_validation_data_that_trains_is_warned_of(here, data, held, is_trained):
+    config = read({"data": data, "val": {"path": held}})
+    warning = f"val.path={held} is training data too, so val/loss is too low. Give other data, or remove val.path."
+    assert notes_on(config) == [warning] * is_trained
+    assert notes_on(read({"data": data})) == []

@@ -15,7 +15,7 @@ import zero
 from tests.conftest import LONG_S
 from tests.trainer.test_cli import ROOT, TINY
 from zero.platform import run_files
-from zero.trainer import job
+from zero.trainer import checks, job
 from zero.trainer.launch import cores, count_ranks, world_size
 
 
@@ -153,6 +153,14 @@ def test_a_run_that_is_another_than_meant_says_so(here, monkeypatch, capsys, var
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert train.main([*TINY, *words]) == 0
     assert capsys.readouterr().err == (f"warning: {message}\n" if message else "")
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_the_data_is_read(here, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(checks, "check_data", lambda *args: pytest.fail("the data was read"))
+    assert train.main([*TINY, "launch.device=cuda"]) == 3
+    assert capsys.readouterr().err.startswith("launch.device=cuda, and torch finds no GPU. Use launch.device=cpu")
+    assert not list(here.iterdir())
 
 
 def test_a_key_that_is_typed_twice_is_warned_of(here, monkeypatch, capsys):

@@ -228,6 +228,20 @@ def compute_device(device: torch.device) -> Device:
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs.
+
+    Raises:
+        MachineError: torch finds none.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        raise MachineError(
+            'launch.device=cuda, and torch finds no GPU. Use launch.device=cpu, or auto (in Python: device="cpu").'
+        )
+    return count
+
+
 def claim_device(name: str | None, local_rank: int) -> torch.device:
     """Choose the device of this process: the CPU, the only GPU, or GPU `local_rank`, which becomes torch's current one.
 
@@ -242,11 +256,7 @@ def claim_device(name: str | None, local_rank: int) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name != "cuda":
         return torch.device(name)
-    count = torch.cuda.device_count()
-    if not count:
-        raise MachineError(
-            'launch.device=cuda, and torch finds no GPU. Use launch.device=cpu, or auto (in Python: device="cpu").'
-        )
+    count = count_gpus()
     if local_rank >= count > 1:
         raise MachineError(
             f"LOCAL_RANK is {local_rank} and this machine has {count} GPUs. Type launch.ranks={count}, or "

@@ -58,6 +58,7 @@ class Summary(NamedTuple):
     skipped: int
     ranks: int
     parameters_numel: int
+    trainable_numel: int
     tokens_per_s: float | None
     mfu: float | None
     wait_s: float
@@ -112,6 +113,7 @@ class Meter:
         self._constants: dict[str, Any] = {  # values that every summary has
             "ranks": world.size,
             "parameters_numel": plan.numel,
+            "trainable_numel": plan.facts.splitting.trainable_numel,
             "plan_step_bytes": planned_traffic(plan).of_step(plan.accumulate).by_medium if plan.facts.trains else {},
             "versions": versions(),
         }

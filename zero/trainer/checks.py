@@ -1,7 +1,7 @@
 """Checks of a run's settings that need neither torch nor child processes."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from zero.platform.run_files import folders_of, in_memory, takes_files
 from zero.trainer import launch
 from zero.trainer.config import Config, read
 from zero.trainer.data import check_data
-from zero.trainer.data.source import TokensConfig
+from zero.trainer.data.source import SyntheticConfig, TextConfig, TokenisedConfig, TokensConfig
 from zero.trainer.models.hf_config import HFConfig
 
 RUNS_NOTHING = ("plan", "doctor", "explain")
@@ -25,12 +25,14 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 
     Raises:
         ConfigError: a setting is wrong; the message has one line.
+        MachineError: launch.device=cuda, and torch, which is then imported, finds no GPU.
     """
     config = read(raw)
     if config.mode in RUNS_NOTHING:
         if isinstance(config.data, TokensConfig):
             config.check_tokens()
         return config
+    launch.check_device(config.launch.device)
     config.on(launch.count_ranks(config.launch.ranks, config.launch.device))
     if isinstance(config.model, HFConfig):
         config.model.check()  # first, because the data's tokenizer may be the model's
@@ -47,7 +49,24 @@ def notes_on(config: Config) -> list[str]:
     uses_disk = "nvme" in offload.kinds or ("auto" in offload.kinds and offload.path is not None)
     note = in_memory(folders_of(offload.paths)) if uses_disk and config.mode not in ("doctor", "explain") else ""
     starts = launch.notes_on_start(config.launch.device) if config.mode not in RUNS_NOTHING else []
-    return [*starts, *([note] if note else [])]
+    return [*starts, *([note] if note else []), *_notes_on_validation(config)]
+
+
+def _notes_on_validation(config: Config) -> Iterator[str]:
+    """Yield warnings about validation data that also trains, and about a share for validation that is not used."""
+    data, held = config.data, config.val.path
+    if held is None or config.mode != "train" or isinstance(data, SyntheticConfig):
+        return
+    place = Path(held).resolve()
+    if isinstance(data, TokenisedConfig):
+        sources = [source for _, source in data.sources.values()] or [data]
+        trained, parts = [path for source in sources for path in source.places], [place, *place.parents]
+    else:  # data.skip may leave out a folder within
+        trained, parts = [str(data.root) if isinstance(data, TextConfig) else str(data.path)], [place]
+    if any(Path(path).resolve() in parts for path in trained):
+        yield f"val.path={held} is training data too, so val/loss is too low. Give other data, or remove val.path."
+    if data.holdout != type(data).model_fields["holdout"].default:
+        yield f"data.holdout={data.holdout:g} has no effect beside val.path. Remove one of them."
 
 
 def _check_path(offload: Offload) -> None:

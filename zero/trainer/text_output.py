@@ -6,8 +6,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from zero.errors import ConfigError
+from zero.errors import ConfigError, one_line
 from zero.platform.installed import as_called
 from zero.trainer import launch
 from zero.trainer.config import Config
@@ -48,9 +49,22 @@ def show(text: str) -> None:
         print(as_called(text))
 
 
+class _CommandLine(argparse.ArgumentParser):
+    """An argument parser that prints a mistake as one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        what, _, value = one_line(message).removeprefix("argument ").partition(": ")
+        problems = {
+            "the following arguments are required": f"{value}: missing",
+            "unrecognized arguments": f"{value}: not an argument of this command",
+        }
+        advice = "" if message.endswith(".") else f". {self.prog} --help explains the arguments."
+        self.exit(ConfigError.exit_code, f"{problems.get(what, f'{what}: {value}')}{advice}\n")
+
+
 def command_line(name: str, text: str) -> argparse.ArgumentParser:
     """Return the argument parser of the command scripts/`name`, with `text` as its help."""
-    return argparse.ArgumentParser(
+    return _CommandLine(
         as_called(f"scripts/{name}"),
         description=as_called(text),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -203,7 +203,8 @@ def load_model(state: State, values: Mapping[str, Any], *, strict: bool) -> Load
             f"load_state_dict: missing {some(missing)}, unknown {some(unexpected)}. Pass strict=False to allow both."
         )
     units = state.plan.units
-    packed = [unit.packed for unit in units]  # first, because another value raises before anything is written
+    # packed parameters first, because another value raises before anything is written
+    packed = [[unit.packed] for unit in units if unit.packed]
     plain = [[flat for flat in unit.flats if flat.form is None] for unit in units]
     for flats in (*packed, *plain):
         slots = [slot.name for flat in flats for slot in flat.values.slots]

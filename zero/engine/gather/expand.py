@@ -31,7 +31,7 @@ class Expander:
         of_form = self._form.tables(self._device.device)  # created now, so that streams do not each create one later
         if self._device.tile_numel and self._form.rule:
             for unit in plan.units:
-                for flat in unit.packed:
+                if (flat := unit.packed) is not None:
                     made = expansion(flat.stored, flat.values, self._tile_numel)
                     self._tables[unit.index] = *map(self._device.upload, made), *of_form
 

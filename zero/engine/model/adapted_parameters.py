@@ -7,7 +7,7 @@ gathered values do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -54,8 +54,8 @@ def _value(wrapper: Any, adapters: Sequence[str]) -> Tensor:
     parameter = wrapper.get_param()
     if len(adapters) == 1 and wrapper.num_experts > 1:
         left, right, scaling = wrapper.get_delta_factors(adapters[0])
-        device = "cpu" if parameter.is_meta else parameter.device.type  # autocast has no meta devices
-        with torch.autocast(device, enabled=False):
+        # torch 2.13 cannot compile `_DisableAutocast`
+        with nullcontext() if torch.compiler.is_compiling() else torch._C._DisableAutocast():
             return torch.baddbmm(parameter, left, right, alpha=scaling)
     first, *others = map(wrapper.get_delta_weight, adapters)
     return cast(Tensor, parameter + sum(others, first))

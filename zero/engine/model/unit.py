@@ -74,9 +74,10 @@ class UnitSpec:
         return self.flats[0].values
 
     @cached_property
-    def packed(self) -> tuple[Flat, ...]:
-        """The flats in a packed format that are not empty. They come last."""
-        return tuple(flat for flat in self.flats if flat.form is not None and flat.values.slots)
+    def packed(self) -> Flat | None:
+        """The flat in a packed format, which comes last; None if no parameter is in one."""
+        last = self.flats[-1]
+        return last if last.form is not None and last.values.slots else None
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -108,9 +109,10 @@ class UnitSpec:
 
     def gathered(self, full: Tensor) -> list[Tensor]:
         """Return the parts of the gathered buffer that a gather writes, without gaps of expanded parameters."""
-        split = self.packed[0].first if self.packed else self.full_numel
-        expanded = (slot.of(flat.of(full)) for flat in self.packed for slot in flat.values.slots)
-        parts = [full[:split], *expanded, full[self.full_numel :]]
+        parts = [full]
+        if self.packed is not None:
+            expanded = (slot.of(self.packed.of(full)) for slot in self.packed.values.slots)
+            parts = [full[: self.packed.first], *expanded, full[self.full_numel :]]
         return [part for part in parts if part.numel()]
 
     def frozen_view(self, slot: int, full: Tensor) -> Tensor:
@@ -199,6 +201,22 @@ class Splitting:
         """Whether the model has a trainable parameter."""
         return any(unit.trainable.slots for unit in self.units)
 
+    @property
+    def numel(self) -> int:
+        """The number of elements of all parameters; a tied parameter counts once."""
+        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(unit.trainable.numel for unit in self.units)
+
+    def count_text(self) -> str:
+        """Return the number of parameters as text, with the number of those that train if others are frozen."""
+        trained, total = self.trainable_numel, self.numel
+        if trained in (0, total):
+            return f"{total:,} parameters"
+        return f"trains {trained:,} of {total:,} parameters ({100 * trained / total:.3g} %)"
+
     @cached_property
     def has_packed(self) -> bool:
         """Whether frozen parameters are stored in a packed format."""
@@ -216,8 +234,7 @@ class Splitting:
 
     def packed_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter in a packed format by full name."""
-        flats = (flat for unit in self.units for flat in unit.packed)
-        return {slot.name: slot.shape for flat in flats for slot in flat.values.slots}
+        return {slot.name: slot.shape for unit in self.units if unit.packed for slot in unit.packed.values.slots}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Return all names of each parameter, by its full name, which comes first. Tied parameters have several."""

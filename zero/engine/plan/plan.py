@@ -316,7 +316,7 @@ class Plan:
     @property
     def numel(self) -> int:
         """The number of elements of all parameters of the model; a tied parameter counts once."""
-        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+        return self.facts.splitting.numel
 
     @property
     def model_buffer_bytes(self) -> int:
@@ -338,7 +338,7 @@ class Plan:
             f"stage {facts.stage.level}, {self.world.size} rank{'s' * (self.world.size > 1)}, "
             f"{str(self.precision.compute).removeprefix('torch.')} compute, "
             f"{f'update {self.update}' if facts.trains else 'nothing to train'}, "
-            f"{self.numel:,} parameters in {len(self.units)} units"
+            f"{facts.splitting.count_text()} in {len(self.units)} units"
         )
         return f"{heading}\n{table_text(self.bytes)}"
 

@@ -30,7 +30,7 @@ class Sizes:
         A single rank expands packed parameters from where they are in device memory.
         """
         arrive = self.facts.world.size > 1 or self.facts.params_offloaded
-        packed_bytes = arrive * sum(flat.stored.P for flat in unit.packed)
+        packed_bytes = unit.packed.stored.P if arrive and unit.packed else 0
         return unit.full_numel + packed_bytes // self.facts.precision.compute.itemsize
 
     def grad_numel(self, unit: UnitSpec) -> int:

@@ -228,11 +228,11 @@ def _gather_of(plan: Plan, unit: UnitSpec) -> Load:
 def _expanding_bytes(plan: Plan, unit: UnitSpec) -> float:
     """Return the bytes of memory that are read and written to expand a unit's packed parameters."""
     form, device = plan.precision.frozen, plan.world.compute
-    if form is None:
+    if form is None or unit.packed is None:
         return 0.0
     in_a_kernel = form.vector_bytes / VECTOR + plan.precision.compute.itemsize
     each = form.moved_bytes if device.shares_memory else in_a_kernel
-    return each * sum(slot.numel for flat in unit.packed for slot in flat.values.slots)
+    return each * sum(slot.numel for slot in unit.packed.values.slots)
 
 
 def _gather(plan: Plan, full_bytes: int) -> Load:

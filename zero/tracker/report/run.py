@@ -7,11 +7,13 @@ running.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import zero.tracker.report.chart as chart
+from zero.core import suggest
 from zero.core.schema import flat_fields
 from zero.platform.run_files import publish
 from zero.tracker.report.chart import Series
@@ -44,6 +46,9 @@ LOW: Mapping[str, Any] = {"width": 470.0, "height": 172.0}
 SMOOTHED = 40
 """Number of rows from which the training loss is smoothed, over about a twentieth of them."""
 
+TITLE = 70
+"""The most characters of the overrides in a page's title."""
+
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "ranks/0.log")
 
 
@@ -60,8 +65,7 @@ def write_run(folder: Path, defaults: Defaults | None = None) -> Path:
 
 def report(run: RecordedRun, defaults: Defaults | None = None) -> str:
     """Return the text of report.html; `defaults` as for `write_run`."""
-    overrides = run.overrides or []
-    title = " ".join(overrides) if overrides else "the default run" if run.overrides == [] else run.folder.name
+    title = _title(run.overrides) if run.overrides else "the default run" if run.overrides == [] else run.folder.name
     settings = partial(settings_section, defaults=defaults(run.config) if defaults else {})
     parts = (
         _headline,
@@ -85,12 +89,21 @@ def report(run: RecordedRun, defaults: Defaults | None = None) -> str:
     )
 
 
+def _title(overrides: Sequence[str]) -> str:
+    """Return the overrides that fit in a line, options first; the section "This run" has all of them."""
+    words = [suggest.shown(word) for word in sorted(overrides, key=lambda word: "." in word.partition("=")[0])]
+    count = max(1, sum(end <= TITLE for end in accumulate(len(word) + 1 for word in words)))
+    more = f" and {len(words) - count} more" if count < len(words) else ""
+    return " ".join(words[:count]) + more
+
+
 def _summary(run: RecordedRun) -> list[str]:
     """Return phrases with the model's size, stage, precision and number of ranks."""
     settings, ranks = flat_fields(run.config), finite_values(run.summary.get("ranks"))
-    numel = finite_values(run.summary.get("parameters_numel"))
+    numel, trained = (finite_values(run.summary.get(f"{which}_numel")) for which in ("parameters", "trainable"))
+    adapts = f"trains {count(trained)} of " if numel and trained and trained < numel else ""
     return [
-        *([f"{count(numel)} parameters"] if numel else []),
+        *([f"{adapts}{count(numel)} parameters"] if numel else []),
         *([f"stage {stage}"] if (stage := settings.get("zero.stage", run.loop.get("stage"))) is not None else []),
         *([str(compute)] if (compute := settings.get("precision.compute", run.loop.get("precision"))) else []),
         *([f"{ranks:.0f} rank{'s' * (ranks != 1)}"] if ranks else []),

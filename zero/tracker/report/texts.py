@@ -12,7 +12,7 @@ def data_section(run: RecordedRun) -> Html:
     if not isinstance(parts, list):
         return section("Data", side_by_side(lengths))
     row = marked((str(text), bool(trains)) for text, trains in parts)
-    shown = together(note("The first row. The loss counts the marked tokens."), row)
+    shown = together(note("The first row, without padding. The loss counts the marked tokens."), row)
     return section("Data", side_by_side(shown, lengths) if lengths else shown)
 
 

@@ -36,6 +36,7 @@ from zero.errors import ZeroError
 from zero.formats import export_checkpoint, open_newest, progress_bar
 from zero.formats.adapter import ADAPTER
 from zero.formats.exports import EXPORT_FORMATS
+from zero.platform.installed import as_called
 from zero.trainer.models.hf_config import HFConfig, LoRAConfig
 from zero.trainer.text_output import command_line
 
@@ -120,7 +121,7 @@ def main(words: Sequence[str]) -> int:
         if options.to == "peft" and not adapter:
             print(f'adapter_config.json needs peft: model.peft_config["default"].save_pretrained({str(out)!r})')
     except ZeroError as error:
-        print(f"export: {error}", file=sys.stderr)
+        print(as_called(str(error)), file=sys.stderr)
         return error.exit_code
     ties = "".join(f", {name} is tied to {owner}" for name, owner in done.ties.items())
     print(f"{checkpoint.folder} -> {out}: {done.tensors} tensors, {done.nbytes:,} bytes, {options.dtype}{ties}")

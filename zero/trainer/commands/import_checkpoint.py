@@ -21,6 +21,7 @@ from pathlib import Path
 from zero.errors import ZeroError
 from zero.formats import ImportChoice, import_checkpoint, open_source, progress_bar
 from zero.formats.imports import IMPORT_FORMATS
+from zero.platform.installed import as_called
 from zero.trainer.text_output import command_line
 
 
@@ -75,7 +76,7 @@ def main(words: Sequence[str]) -> int:
         with progress_bar() as progress:
             done = import_checkpoint(open_source(options.from_, options.source), options.out, choice, progress)
     except ZeroError as error:
-        print(f"import: {error}", file=sys.stderr)
+        print(as_called(str(error)), file=sys.stderr)
         return error.exit_code
     for line in done.notes:
         print(line)

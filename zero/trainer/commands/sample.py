@@ -1,4 +1,4 @@
-"""Continue a text with the model in a checkpoint, or answer it if the run trained on chats.
+"""Continue a text with the model in a checkpoint, or answer it if the run trained on chats with roles.
 
 scripts/sample RUN "def main("                     RUN: a checkpoint, a run, or a folder of checkpoints
 scripts/sample RUN "def main(" --tokens 200 --temperature 0
@@ -22,7 +22,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = command_line("sample", __doc__)
     parser.add_argument("run", help="a checkpoint, a run, or a folder of checkpoints; the newest valid one is used")
     parser.add_argument(
-        "prompt", help="the text to continue; of a run with data=chat a question, to which its template is applied"
+        "prompt",
+        help="the text to continue; of a run on chats with roles a question, to which their template is applied",
     )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without a chat template")
     parser.add_argument("--tokens", type=whole_number, default=200, help="how many tokens to generate")
@@ -47,14 +48,15 @@ def temperature(text: str) -> float:
     return value
 
 
-def coder(data: Any, *, raw: bool) -> tuple[Callable[[str], list[int]], Callable[[Any], str], int | None]:
+def coder(data: Any, *, raw: bool, turns: bool) -> tuple[Callable[[str], list[int]], Callable[[Any], str], int | None]:
     """Return (encode, decode, end) with the tokenizer of the run's data.
 
     `encode` maps a text to a list of at least one token, `decode` a 1-D tensor of tokens to a text. `end` is the token
     that ends an answer, None without chats.
 
     Args:
-        raw: never apply a chat template.
+        raw: continue the text as it is.
+        turns: whether the run trained on chats with roles, to which the chat template applies.
 
     Raises:
         ConfigError: the data has no text.
@@ -71,7 +73,7 @@ def coder(data: Any, *, raw: bool) -> tuple[Callable[[str], list[int]], Callable
         def encode(text: str) -> list[int]:
             asked = octets(text).decode(errors="replace")
             if isinstance(data, ChatConfig) and not raw:
-                return ChatEncoder(data.tokenizer, data.template, tokenizer.end).asked(asked)
+                return ChatEncoder(data.tokenizer, data.template, tokenizer.end).asked(asked, as_message=turns)
             return tokenizer.encode([asked])[0] or [tokenizer.end]
 
         end = tokenizer.end if isinstance(data, ChatConfig) and not raw else None
@@ -111,7 +113,7 @@ def main(words: Sequence[str]) -> int:
         evaluation = {"mode": "eval", "resume": str(checkpoint.folder)}  # no training
         whole_rows = {"zero": {**saved.get("zero", {}), "sequence": 1}}
         config = read({**saved, **evaluation, **whole_rows, "offload": {}, "launch": {}, "batch": {}}).on(world.size)
-        encode, decode, end = coder(config.source(), raw=options.raw)
+        encode, decode, end = coder(config.source(), raw=options.raw, turns=checkpoint.facts.get("turns", True))
         task = build_task(config)
         plan = build_plan(config, task.model, world)
         with contextlib.closing(zero.open_store(plan)) as store:

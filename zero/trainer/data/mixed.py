@@ -58,6 +58,7 @@ class Mixed(Data):
         self._all, self._proportion = [*self.sources.values()], Proportion(self.weights)
         first, named = self._all[0], [*zip(self.sources.items(), self.weights, strict=True)]
         self.vocab_size, self.has_text = first.vocab_size, first.has_text
+        self.has_turns = any(data.has_turns for data in self._all)
         self.validation_rows = self._rows_in([data.validation_rows for data in self._all])
         known = " ".join(f"{name} {weight} {data.digest}" for (name, data), weight in named)
         self.digest = hashlib.sha256(known.encode()).hexdigest()
@@ -115,6 +116,7 @@ class Apart(Data):
 
     def __post_init__(self) -> None:
         self.vocab_size, self.has_text = self.train.vocab_size, self.train.has_text
+        self.has_turns = self.train.has_turns
         self.validation_rows = self.held.validation_rows
         self.digest = hashlib.sha256(f"{self.train.digest} {self.held.digest}".encode()).hexdigest()
         self.about = f"{self.train.about}{f'; validation{self.held.about}' if self.held.about else ''}"

@@ -24,6 +24,8 @@ class Data(Protocol):
     """Number of different validation rows."""
     has_text: bool
     """Whether `decode` returns text; otherwise it returns token numbers."""
+    has_turns: bool = False
+    """Whether documents are chats with roles, so that the chat template makes a prompt of a question."""
     about: str
     """A text behind the digest about what was read; "" if there is nothing to say."""
 

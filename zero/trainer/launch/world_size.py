@@ -40,6 +40,14 @@ def count_ranks(ranks: int | Literal["auto"], device: str = "auto") -> int:
     return 1 if device == "cpu" else max(1, _count_gpus())
 
 
+def check_device(device: str) -> None:
+    """Raise MachineError if a GPU is asked for and torch finds none; imports torch only if one is asked for."""
+    if device == "cuda":
+        with signals_waiting():
+            from zero.platform.cuda import count_gpus
+        count_gpus()
+
+
 def notes_on_start(device: str) -> list[str]:
     """Return warnings about an environment in which a run is another one than was probably meant."""
     notes = []

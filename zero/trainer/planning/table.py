@@ -87,7 +87,8 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         winner = plan_choice(config_of_run, winner.preset, machine, activations.resolved(config_of_run), rates)
         notes[-1] += f". The answer assumes {sentence}"
     policy = "auto" if auto else suggest.shown(config.zero.activations)
-    model = f"{candidates[0].plan.numel:,} parameters, {config.precision.compute}, rows of {config.model.seq} tokens"
+    size = candidates[0].plan.facts.splitting.count_text()
+    model = f"{size}, {config.precision.compute}, rows of {config.model.seq} tokens"
     every = [*_details(candidates), *_summary(candidates, machine), ""] if config.plan.all else []
     others = "" if every else "plan.all=true prints every stage and offload. "
     lines = [

@@ -284,6 +284,7 @@ class Run(contextlib.AbstractContextManager["Run"]):
         return {
             "config": self._config.plain(),
             "data": self._data.digest,
+            "turns": self._data.has_turns,
             "tokens": self._meter.tokens,
             "wandb": self._tracker.run_id,
             "so far": self._meter.so_far.facts(),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zero.distributed.world import World
     from zero.trainer.data.chat.chats import Chats
 
-CACHE_FORMAT = "chat 2"
+CACHE_FORMAT = "chat 3"
 """Name and version of the cached format, part of the hash that names the folder."""
 
 TOKENS_FILE, INDEX_FILE = "tokens.bin", "index.bin"
@@ -111,6 +111,7 @@ def open_chats(config: ChatConfig, seq: int, seed: int, world: "World | None", p
         decode_tokens=lambda numbers: tokenizer.decode(numbers.tolist()),
         about=_about(about, counts, len(train), len(held), lengths),
         all_lengths=lengths,
+        has_turns=about["with turns"] > 0,
     )
 
 
@@ -179,7 +180,7 @@ def _records(config: ChatConfig) -> Iterator[Record]:
 def _make(config: ChatConfig, encoder: ChatEncoder, folder: Path, *, progress: Progress) -> None:
     """Encode all chats into the folder's files."""
     formats, end, number = Counter[str](), 0, 0
-    about = {"empty": 0, "only last": 0}
+    about = {"empty": 0, "only last": 0, "with turns": 0}
     first: Record | None = None
     with ExitStack() as closing:
         tokens, index = (closing.enter_context((folder / name).open("wb")) for name in (TOKENS_FILE, INDEX_FILE))
@@ -187,6 +188,7 @@ def _make(config: ChatConfig, encoder: ChatEncoder, folder: Path, *, progress: P
             first, number = first or record, number + 1
             encoded = encoder.encode(chat, record.where)
             trains = [False, *encoded.trains[1:]]
+            about["with turns"] += chat.texts is None
             about["only last"] += encoded.only_last and any(trains)
             if not any(trains):
                 about["empty"] += 1

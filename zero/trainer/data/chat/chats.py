@@ -33,6 +33,7 @@ class Chats(Data):
         pad: the token behind the last chat of a row.
         about: a text about the chats.
         all_lengths: the numbers of tokens of all chats, also of those that are left out, before they are cut.
+        has_turns: whether a chat has roles, and is not a prompt with its completion.
     """
 
     file: TokenFile
@@ -47,6 +48,7 @@ class Chats(Data):
     decode_tokens: Callable[[Tensor], str]
     about: str
     all_lengths: Sequence[int]
+    has_turns: bool
     has_text: bool = True
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Chats(Data):
         return self.decode_tokens(tokens_of(tokens))
 
     def example(self) -> list[tuple[str, bool]]:
-        row = self.rows(0, 1)[0]
+        row = torch.cat([self._document(self.train[document]) for document in self._train.row(0)])  # without padding
         trains = trains_of(row)
         starts = [0, *(torch.nonzero(trains[1:] != trains[:-1]).flatten() + 1).tolist(), len(row)]
         return [(self.decode(row[begin:end]), bool(trains[begin])) for begin, end in pairwise(starts)]

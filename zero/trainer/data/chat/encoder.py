@@ -141,9 +141,13 @@ class ChatEncoder:
         trains = [any(span.begin <= begin and end <= span.end for span in spans) for begin, end in offsets]
         return Encoded(tokens, trains, only_last)
 
-    def asked(self, text: str) -> list[int]:
-        """Return the tokens of a user's message, up to where the answer begins; without a template of the text."""
-        if not self.template:
+    def asked(self, text: str, *, as_message: bool) -> list[int]:
+        """Return the tokens of a prompt, up to where the answer begins.
+
+        Args:
+            as_message: make it a message of the user, if there is a template.
+        """
+        if not (as_message and self.template):
             tokens = self._tokens(text, "a prompt")[0]
             return tokens if tokens[:1] == self._first else [*self._first, *tokens] or [self._end]
         messages = ({"role": "user", "content": text},)

@@ -149,8 +149,12 @@ def plan_of(
     )
 
 
-def state_bytes(plan: "zero.Plan") -> int:
-    return sum(spec.nbytes for page, spec in plan.pages.store_pages().items() if plan.pages.is_updated(page))
+def bytes_ahead(plan: "zero.Plan", share: float) -> int:
+    """Return `offload.ahead` for this share of the groups of pages that the GPU updates; for 1, slots for all parts."""
+    groups = len(plan.placement.optimizer) - len(plan.host_groups)
+    if share == 1:
+        groups += len(plan.units) * plan.slots.staged_pages  # the last slot of a unit may be used in part
+    return int(share * groups) * plan.slots.nbytes
 
 
 def large_plan(setting: "Setting", compute: str | float) -> "zero.Plan":
@@ -242,7 +246,7 @@ def steps(
         model = GPT(GPTConfig(vocab=64, seq=16, layers=small.layers, heads=2, width=small.width))
     offload = {"path": folder, "page_bytes": small.page_bytes, "compute": share, "threads": threads}
     plan = plan_of(model, world, preset, moments, 0, offload=offload)
-    plan = plan_of(model, world, preset, moments, int(ahead * state_bytes(plan)), offload=offload)
+    plan = plan_of(model, world, preset, moments, bytes_ahead(plan, ahead), offload=offload)
     store = zero.open_store(plan)
     state, step = zero.init(plan, store), zero.make_step(plan, loss_of)
     row = torch.zeros(1, 17, dtype=torch.int64)

@@ -162,7 +162,7 @@ def auto_plan(world: zero.World, stage: int, **settings) -> zero.Plan:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_auto_merges_up_to_a_quarter_of_the_model(stage):
-    """By default; whatever the tiers, since moves change them; and never with one rank, which sends nothing."""
+    """Whatever the tiers, since moves change them. Never with one rank, which sends nothing, nor of named units."""
     merged = ["embed to blocks.1", *(f"blocks.{n} to blocks.{n + 2}" for n in (2, 5, 8)), "blocks.11 to norm"]
 
     def names(world, **settings):
@@ -172,6 +172,7 @@ def test_auto_merges_up_to_a_quarter_of_the_model(stage):
         assert run_ranks(2, partial(names, **settings)) == [merged] * 2, settings
     assert run_ranks(1, names) == [["embed", *(f"blocks.{n}" for n in range(12)), "norm"]]
     assert run_ranks(1, names) == run_ranks(2, partial(names, bucket=0))[:1]
+    assert run_ranks(1, names) == run_ranks(2, partial(names, units=["Block", "Embedding", "RMSNorm"]))[:1]
 
 
 def test_auto_adds_no_more_than_the_buffers_of_merged_units():

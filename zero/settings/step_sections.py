@@ -61,7 +61,7 @@ class Zero(Section):
     bucket: SizeOrAuto = key(
         "auto",
         "bytes of parameters up to which small units that follow each other are merged, such as 4MiB; 0 merges none; "
-        "auto: 4MiB and at most a quarter of the model, none with one rank",
+        "auto: 4MiB and at most a quarter of the model, 0 with one rank or with zero.units",
         trades="fewer messages for models of many small layers, against larger units",
         example="4MiB",
     )

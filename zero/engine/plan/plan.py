@@ -63,7 +63,7 @@ class Plan:
             of an outermost `ModuleList` or `Sequential`, see `zero.engine.model.split`.
         bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
             sends fewer messages; 0: none. A merged unit is named "blocks.0 to blocks.3". "auto": 4 MiB and at most a
-            quarter of the model; none with one rank.
+            quarter of the model; 0 with one rank or with `units`.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
         keep: patterns of the names of units, also of merged ones, that stay gathered between forward and backward at
             stage 3, which saves a gather; ["*"] is `reshard_after_forward=False` of FSDP2.

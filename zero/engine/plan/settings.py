@@ -161,20 +161,22 @@ def split_for(
     shard: Scope,
 ) -> Splitting:
     """Return the units and sites of a plan with these settings; arguments as in `Plan`."""
-    itemsize = precision.compute.itemsize
+    names, itemsize = class_names(units), precision.compute.itemsize
+    if bucket == "auto":
+        bucket = 0 if names else _auto_bucket(model, world, itemsize)
     return split(
         model,
         world_size=sharers(world, shard),
-        class_names=class_names(units),
+        class_names=names,
         optimizer=optimizer,
-        bucket_numel=_auto_bucket_numel(model, world, itemsize) if bucket == "auto" else bucket // itemsize,
+        bucket_numel=bucket // itemsize,
         packed=packed_names(model, precision),
         form=precision.frozen,
     )
 
 
-def _auto_bucket_numel(model: nn.Module, world: World, itemsize: int) -> int:
-    """Return the elements up to which `bucket="auto"` merges units.
+def _auto_bucket(model: nn.Module, world: World, itemsize: int) -> int:
+    """Return the bytes up to which `bucket="auto"` merges units of the default policy.
 
     One rank exchanges nothing and merges nothing. A merged unit has a quarter of the model at most, so that the next
     one is gathered while it computes. Stage and tiers do not count, because `zero.move` changes them.
@@ -182,7 +184,7 @@ def _auto_bucket_numel(model: nn.Module, world: World, itemsize: int) -> int:
     if world.size == 1:
         return 0
     numel = sum(local_part(parameter).numel() for parameter in model.parameters())
-    return min(AUTO_BUCKET_BYTES // itemsize, numel // 4)
+    return min(AUTO_BUCKET_BYTES, numel * itemsize // 4)
 
 
 def kept_units(splitting: Splitting, patterns: Sequence[str]) -> frozenset[int]:

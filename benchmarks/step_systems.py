@@ -242,6 +242,9 @@ for _stage in (0, 1, 2, 3):
     SYSTEMS[f"zero{_stage}"] = System(
         lambda job, stage=_stage: _zero(job, stage), f"zero.stage={_stage}, update=lazy, prefetch=1, reduce fp32"
     )
+    SYSTEMS[f"zero{_stage}-apart"] = System(
+        lambda job, stage=_stage: _zero(job, stage, bucket=0), f"zero.stage={_stage} zero.bucket=0"
+    )
     SYSTEMS[f"zero{_stage}-bucket"] = System(
         lambda job, stage=_stage: _zero(job, stage, bucket=4 * 2**20), f"zero.stage={_stage} zero.bucket=4MiB"
     )

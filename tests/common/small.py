@@ -121,7 +121,7 @@ class Setting:
     clip: float | None = None
     weight_decay: float = 0.1
     accumulate: int = 1
-    bucket: int = 0
+    bucket: int | str = 0
     prefetch: int = 1
     keep: tuple[str, ...] = ()
     activations: str = "keep"
@@ -161,7 +161,7 @@ class Setting:
             gather=self.between[0],  # type: ignore[arg-type]
             reduce=self.between[1],  # type: ignore[arg-type]
             shard=self.shard,  # type: ignore[arg-type]
-            bucket=self.bucket,
+            bucket=self.bucket,  # type: ignore[arg-type]
             prefetch=self.prefetch,
             keep=self.keep,
             activations=self.activations,  # type: ignore[arg-type]

@@ -353,6 +353,7 @@ def disagree(world, key, values):
         ("stage", "zero.stage", (3, 2)),
         ("prefetch", "zero.prefetch", (1, 2)),
         ("bucket", "zero.bucket", (0, 2**20)),
+        ("bucket", "zero.bucket", ("auto", 1024)),
         ("clip", "optim", (None, 1.0)),
         ("accumulate", "batch.accumulate", (1, 2)),
         ("seed", "seed", (0, 1)),
@@ -401,8 +402,8 @@ def storages(groups) -> int:
 def test_a_plan_is_true(stage, size):
     """Every byte that the plan announces is there, and no other."""
     accumulate, prefetch = ((1, 0), (2, 2))[(stage + size) % 2]
-    precision = ("fp32", "bf16")[(stage // 2 + size) % 2]
-    setting = Setting(stage=stage, precision=precision, accumulate=accumulate, prefetch=prefetch)
+    precision, bucket = ("fp32", "bf16")[(stage // 2 + size) % 2], (0, 3 * KiB, "auto")[(stage + size) % 3]
+    setting = Setting(stage=stage, precision=precision, accumulate=accumulate, prefetch=prefetch, bucket=bucket)
     for planned, held in run_ranks(size, held_bytes, setting):
         assert planned == held
 

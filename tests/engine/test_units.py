@@ -131,8 +131,8 @@ def test_a_tied_weight_is_one_slot_with_two_sites():
     ("bucket_numel", "names"),
     [
         (0, ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
-        (3700, ["embed", "blocks.0", "blocks.2"]),
-        (10**6, ["embed", "blocks.0"]),
+        (3700, ["embed", "blocks.0 to blocks.1", "blocks.2 to head"]),
+        (10**6, ["embed", "blocks.0 to head"]),
     ],
 )
 def test_small_units_that_follow_each_other_are_merged(bucket_numel, names):
@@ -151,7 +151,61 @@ def test_small_units_that_follow_each_other_are_merged(bucket_numel, names):
 
 def test_the_root_is_not_merged():
     names = [unit.name for unit in split(Bare(), world_size=2, bucket_numel=10**6).units]
-    assert names == ["(root)", "attention"]
+    assert names == ["(root)", "attention to norm"]
+
+
+def auto_plan(world: zero.World, stage: int, **settings) -> zero.Plan:
+    with world.exclusive(), zero.empty():
+        model = GPT(GPTConfig(vocab=32, width=16, layers=12, heads=2, seq=4))
+    return zero.Plan(model, optimizer=zero.adamw(0.1), world=world, stage=stage, **settings)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_auto_merges_up_to_a_quarter_of_the_model(stage):
+    """Whatever the tiers, since moves change them. Never with one rank, which sends nothing, nor of named units."""
+    merged = ["embed to blocks.1", *(f"blocks.{n} to blocks.{n + 2}" for n in (2, 5, 8)), "blocks.11 to norm"]
+
+    def names(world, **settings):
+        return [unit.name for unit in auto_plan(world, stage, **settings).units]
+
+    for settings in ({}, {"bucket": "auto"}, {"offload": "cpu"}, {"precision": "bf16"}):
+        assert run_ranks(2, partial(names, **settings)) == [merged] * 2, settings
+    assert run_ranks(1, names) == [["embed", *(f"blocks.{n}" for n in range(12)), "norm"]]
+    assert run_ranks(1, names) == run_ranks(2, partial(names, bucket=0))[:1]
+    assert run_ranks(1, names) == run_ranks(2, partial(names, units=["auto", "Block"]))[:1]
+
+
+def test_auto_adds_no_more_than_the_buffers_of_merged_units():
+    """Six at most: two that are gathered, two gradients and the two sums that arrive for them."""
+
+    def device_bytes(world, bucket):
+        plan = auto_plan(world, 3, bucket=bucket)
+        return sum(plan.bytes["device"].values()), max(unit.full_numel for unit in plan.units), plan.numel
+
+    [apart, *_], [merged, *_] = (run_ranks(2, device_bytes, bucket) for bucket in (0, "auto"))
+    assert merged[1] <= apart[2] / 4 + 64 * 20
+    assert 0 < merged[0] - apart[0] <= 6 * 4 * merged[1]
+
+
+def test_auto_merges_no_units_of_4_mib():
+    with zero.empty():
+        model = nn.Sequential(*(nn.Linear(1024, width, bias=False) for width in (100, 400, 600, 500, 525, 1024) * 2))
+
+    def names(world):
+        return [unit.name for unit in zero.Plan(copy.deepcopy(model), optimizer=zero.sgd(0.1), world=world).units]
+
+    joined = [["0 to 1", "2", "3", "4", "5", "6 to 7", "8", "9", "10", "11"]] * 2
+    assert run_ranks(2, names) == joined
+
+
+def test_a_pattern_keeps_the_merged_unit_of_a_name():
+    def kept(world, pattern):
+        plan = auto_plan(world, 3, keep=[pattern])
+        return [plan.units[index].name for index in plan.facts.kept_units]
+
+    assert run_ranks(2, kept, "blocks.3") == [["blocks.2 to blocks.4"]] * 2
+    with pytest.raises(PlanError, match=r"no unit is named blocks\.12\. There are embed, blocks\.0, blocks\.1"):
+        run_ranks(2, kept, "blocks.12")
 
 
 def test_frozen_parameters_have_their_own_flat():

@@ -369,6 +369,16 @@ def test_compute_is_named_by_unit_and_direction():
     assert ("backward blocks.2", "blocks.2") not in told  # frozen: no gradient says when it ends
 
 
+def test_a_merged_unit_is_named_by_its_first_and_last():
+    def rank_main(world):
+        timeline, _, _ = record_steps(world, PLAIN.but(bucket=3 * KiB // 2), steps=1)
+        return {(span.name, span.unit) for span in timeline.spans}
+
+    told, (first, last) = run_ranks(2, rank_main)[0], ("embed to blocks.1", "blocks.2 to head")
+    assert {("forward blocks.1", first), ("forward norm", last), (f"backward {first}", first)} <= told
+    assert {(f"{row} {unit}", unit) for row in ("gather", "reduce", "update") for unit in (first, last)} <= told
+
+
 @pytest.mark.parametrize(
     ("ranks", "setting"),
     [(2, PAGED.but(ahead=None)), (2, PLAIN.but(activations="remat")), (1, PLAIN.but(stage=0))],

@@ -179,7 +179,7 @@ UNITS = [
     "`launch.threads` (auto): CPU threads per rank",
     "`precision.scale.window` (1000): Finite steps before the scale doubles",
     "`checkpoint.keep` (2): Newest valid checkpoints to keep, 2 or more",
-    "`zero.bucket` (0): Bytes of parameters up to which small units that follow each other are merged",
+    "`zero.bucket` (auto): Bytes of parameters up to which small units that follow each other are merged",
 ]
 
 

@@ -889,7 +889,9 @@ def test_what_comes_from_other_nodes_takes_its_own_time():
     machine, took = Machine(16, 8, "cuda", TiB, TiB, TiB, paper=True), {}
     for way in ("world", "node"):
         settings = config(
-            model={"layers": 40}, zero_={"stage": 3, "gather": way, "reduce": "exact"}, batch={"global": 16}
+            model={"layers": 40},
+            zero_={"stage": 3, "gather": way, "reduce": "exact", "bucket": 0},
+            batch={"global": 16},
         )
         plan = build_plan(settings.on(16), model_of(settings), machine.world, room=machine.room)
         moved, (whole, again) = traffic(plan).of_step(1), (4 * numel for numel in gathered_numel(plan, 2))

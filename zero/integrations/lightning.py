@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fsspec.utils import get_protocol
@@ -79,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
         precision: ComputePrecision | str | None = None,
         offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
-        bucket: int = 0,
+        bucket: int | Literal["auto"] = "auto",
         prefetch: int = 1,
         keep: Sequence[str] = (),
         activations: str | Mapping[str, str] = "keep",

@@ -16,8 +16,8 @@ from zero.core.setting_types import (
     Names,
     Natural,
     Reads,
-    Size,
     UnitActivations,
+    bytes_of,
     key,
     or_auto,
 )
@@ -38,6 +38,7 @@ def _units(value: object) -> Any:
     return tuple(value)
 
 
+SizeOrAuto = Annotated[int | Literal["auto"], or_auto("a size in bytes such as 4MiB, or 0", bytes_of)]
 StageOrAuto = Annotated[int | Literal["auto"], or_auto("0, 1, 2 or 3", _stage)]
 Units = Annotated[Literal["auto"] | tuple[str, ...], Reads("auto or a list of class names, such as [Block]", _units)]
 
@@ -57,9 +58,10 @@ class Zero(Section):
         trades="larger units take more memory while they compute, smaller ones wait more often",
         example="[Attention,MLP,Embedding,RMSNorm]",
     )
-    bucket: Size = key(
-        0,
-        "bytes of parameters up to which small units that follow each other are merged, such as 4MiB; 0 merges none",
+    bucket: SizeOrAuto = key(
+        "auto",
+        "bytes of parameters up to which small units that follow each other are merged, such as 4MiB; 0 merges none; "
+        "auto: 4MiB and at most a quarter of the model, 0 with one rank or with zero.units",
         trades="fewer messages for models of many small layers, against larger units",
         example="4MiB",
     )

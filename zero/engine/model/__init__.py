@@ -5,7 +5,7 @@ from zero.engine.model.compile import Backend, Compiler, check_backend, describe
 from zero.engine.model.module_tree import ModuleTree
 from zero.engine.model.placeholder import ParameterPlaceholder, in_backward
 from zero.engine.model.recorded_values import RecordedValues, reached
-from zero.engine.model.split import APART, embedding_ids, split
+from zero.engine.model.split import embedding_ids, split
 from zero.engine.model.takeover import (
     NOT_PLACED,
     Body,
@@ -19,11 +19,10 @@ from zero.engine.model.takeover import (
     refuse_taken,
     same_bits,
 )
-from zero.engine.model.unit import Binding, Flat, Site, Splitting, UnitSpec
+from zero.engine.model.unit import Binding, Flat, Site, Splitting, UnitSpec, first_to_last
 from zero.engine.model.unsupported import note_dtypes
 
 __all__ = [
-    "APART",
     "NOT_PLACED",
     "Backend",
     "Binding",
@@ -47,6 +46,7 @@ __all__ = [
     "codes_in",
     "described",
     "embedding_ids",
+    "first_to_last",
     "frozen_matrices",
     "in_backward",
     "move_buffers",

@@ -23,7 +23,7 @@ from zero.core.matrices import Matrices
 from zero.core.optim import Transform
 from zero.core.suggest import meant
 from zero.distributed.mesh import local_part
-from zero.engine.model.unit import ROOT, Binding, Flat, Owner, Site, Splitting, UnitSpec
+from zero.engine.model.unit import ROOT, Binding, Flat, Owner, Site, Splitting, UnitSpec, first_to_last
 from zero.engine.model.unsupported import check_model
 from zero.errors import PlanError
 from zero.store import PageKind
@@ -85,6 +85,7 @@ def split(
         raise PlanError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
     lookups = _lookups(model, visited)
     into = _merged(visited.values(), lookups, bucket_numel)
+    lookups = {into[name] for name in lookups}
     embedded = embedding_ids(model)
 
     def group(key: int, parameter: _Visited) -> int:
@@ -162,7 +163,9 @@ def _unit(
     if optimizer is not None and trainable.slots:
         group = trainable.slots[0].group
         moments, matrices = optimizer.moments_of(group), optimizer.matrices_of(trainable, group)
-    return UnitSpec(index, name or ROOT, tuple(flats), lookup, moments, matrices, shared=name == SHARED)
+    shared = name == SHARED
+    members = (SHARED,) if shared else tuple(dict.fromkeys(unit or ROOT for *_, unit in parameters))
+    return UnitSpec(index, name or ROOT, members, tuple(flats), lookup, moments, matrices, shared)
 
 
 def _by_optimizer(
@@ -208,7 +211,7 @@ def _lookups(model: nn.Module, visited: Mapping[int, _Visited]) -> set[str]:
 
 
 def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -> dict[str, str]:
-    """Return the unit that each unit is merged into, by names: the first of small units that follow each other.
+    """Return the name of the unit that each unit is merged into, by the unit's name; alone it keeps its name.
 
     The root is not merged, because it is gathered as long as the model runs. Units with and without `lookup` are not
     merged, because backward does not gather units with `lookup`.
@@ -216,13 +219,17 @@ def _merged(visited: Iterable[_Visited], lookups: set[str], bucket_numel: int) -
     numels: dict[str, int] = {}
     for _, _, shape, unit in visited:
         numels[unit] = numels.get(unit, 0) + prod(shape)
-    into: dict[str, str] = {}
+    runs: list[list[str]] = []
     last, total = "", 0
     for name, numel in numels.items():
-        joins = name and last and total + numel <= bucket_numel and (name in lookups) == (last in lookups)
-        last, total = (last, total + numel) if joins else (name, numel)
-        into[name] = last
-    return into
+        if name and last and total + numel <= bucket_numel and (name in lookups) == (last in lookups):
+            runs[-1].append(name)
+            total += numel
+        else:
+            runs.append([name])
+            total = numel
+        last = name
+    return {name: first_to_last(run) for run in runs for name in run}
 
 
 def _walk(

@@ -5,6 +5,7 @@ and a unit one site. Small neighbours may share a unit, which saves messages. A 
 several sites need. `zero.engine.model.split` decides which.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +20,11 @@ from zero.store import PageKind
 
 ROOT = "(root)"
 """The name of the model itself as a site and as a unit."""
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """Return the text for names that follow each other, such as "blocks.0 to blocks.3"."""
+    return names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"
 
 
 class Flat(NamedTuple):
@@ -52,6 +58,7 @@ class UnitSpec:
     """The parameters of one unit.
 
     Attributes:
+        members: the names of the modules whose parameters it has; several if small units were merged.
         flats: the flat tensors in the order of the gathered buffer: of trainable parameters, of frozen ones, and of
             frozen ones in a packed format, if the plan has one.
         lookup: whether all parameters belong to `nn.Embedding`, so that backward does not read their values.
@@ -62,6 +69,7 @@ class UnitSpec:
 
     index: int
     name: str
+    members: tuple[str, ...]
     flats: tuple[Flat, ...]
     lookup: bool = False
     moments: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ from zero.engine.plan.passes import Passes
 from zero.engine.plan.placing import auto_page_bytes, free_room, host_groups, lowest_tiers, place_pages
 from zero.engine.plan.settings import (
     Arrangement,
+    Bucket,
     Comparisons,
     Origin,
     Update,
@@ -61,10 +62,11 @@ class Plan:
         units: classes, or their names, whose instances are units (gathered and released together). None: each element
             of an outermost `ModuleList` or `Sequential`, see `zero.engine.model.split`.
         bucket: bytes of parameters up to which small units that follow each other in the module tree are merged, which
-            sends fewer and larger messages; 0 to merge none. A merged unit has the name of its first one.
+            sends fewer messages; 0: none. A merged unit is named "blocks.0 to blocks.3". "auto": 4 MiB and at most a
+            quarter of the model; 0 with one rank or with `units`.
         prefetch: the number of units that are gathered ahead, in forward and in backward; 0 or more.
-        keep: patterns of the names of units that stay gathered between forward and backward at stage 3, which saves a
-            gather; ["*"] is `reshard_after_forward=False` of FSDP2.
+        keep: patterns of the names of units, also of merged ones, that stay gathered between forward and backward at
+            stage 3, which saves a gather; ["*"] is `reshard_after_forward=False` of FSDP2.
         activations: "keep"; "remat" to recompute each unit's activations in backward; "selective" to recompute all but
             the results of matrix products and of attention without dropout; or "offload" to keep them in host memory.
             "selective" raises in a backward through units that change activations in place, and in a second backward
@@ -131,7 +133,7 @@ class Plan:
         precision: Precision | str = "fp32",
         offload: Offload | str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
-        bucket: int = 0,
+        bucket: Bucket = "auto",
         prefetch: int = 1,
         keep: Sequence[str] = (),
         activations: Activations | Mapping[str, Activations] = "keep",
@@ -156,8 +158,8 @@ class Plan:
         comparisons = Comparisons(check_writes, check_rows)
         check_settings(
             comparisons=comparisons, update=update, gather=gather, reduce=reduce, shard=shard, prefetch=prefetch,
-            bucket=bucket, accumulate=accumulate, rows=rows, activation_bytes=activation_bytes,
-            host_activation_bytes=host_activation_bytes,
+            bucket=0 if bucket == "auto" else bucket, accumulate=accumulate, rows=rows,
+            activation_bytes=activation_bytes, host_activation_bytes=host_activation_bytes,
         )  # fmt: skip
         self.model, self.bucket, self.compile, self.comparisons = model, bucket, compile, comparisons
         self.update, self.activation_bytes, self.host_activation_bytes = update, activation_bytes, host_activation_bytes

@@ -6,6 +6,7 @@ from itertools import islice
 from zero.core.placement import TIERS, Room
 from zero.core.sizes import size_text
 from zero.engine.lower import device_bytes, lower_plans
+from zero.engine.model import first_to_last
 from zero.engine.plan import Plan
 from zero.errors import ConfigError
 from zero.trainer.planning.choices import bytes_by_tier
@@ -58,5 +59,5 @@ def _moving(plan: Plan, lower: Plan) -> str:
     units = sorted({unit for unit, number in tiers if later.get((unit, number)) != tiers[unit, number]})
     if not units or tiers.keys() != later.keys():
         return "parameters or gradients move"
-    names = [plan.units[unit].name for unit in (units[0], units[-1])][: len(units)]
-    return f"the optimizer's pages of {' to '.join(names)} move"
+    names = first_to_last([plan.units[units[0]].members[0], plan.units[units[-1]].members[-1]])
+    return f"the optimizer's pages of {names} move"

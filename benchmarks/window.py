@@ -11,7 +11,7 @@ memory, links and disks have that GPU's rates. So the share depends on neither m
 says what share of the state fits in memory that is free on the GPU; the small model reads that share ahead.
 
 ahead       that share
-by_host     share of the state that the host updates, the rest on the GPU; with `auto` the share that the plan predicts best
+by_host     share of the state that the host updates, the rest on the GPU; `auto`: the share that the plan predicts best
 planned_s   time of a step of the large model by its plan, with the same rates
 share       time of a step with nothing offloaded / time of the offloaded step
 limit       the same, if compute, each direction of copies and of files were alone and without a gap
@@ -151,7 +151,9 @@ def plan_of(
 
 def bytes_ahead(plan: "zero.Plan", share: float) -> int:
     """Return `offload.ahead` for this share of the groups of pages that the GPU updates; for 1, slots for all parts."""
-    groups = len(plan.placement.optimizer) - len(plan.host_groups)
+    from zero.engine.plan import host_groups
+
+    groups = len(plan.placement.optimizer) - len(host_groups(plan.pages, plan.offload, plan.placement))
     if share == 1:
         groups += len(plan.units) * plan.slots.staged_pages  # the last slot of a unit may be used in part
     return int(share * groups) * plan.slots.nbytes

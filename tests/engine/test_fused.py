@@ -108,7 +108,7 @@ def trained_with_skips(world: zero.World, setting: Setting, *, reads: bool):
     ("precision", "preset", "compute", "optimizer"),
     [
         ("fp16", "none", "device", zero.adamw),
-        ("fp16", "nvme", "host", resting),
+        ("fp16", "nvme", 0.5, resting),
         ("bf16", "cpu", "device", resting),
         ("fp32", "cpu", "host", averaged_lion),
         ("bf16", "infinity", "device", adamw_in_8bit),

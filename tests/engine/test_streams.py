@@ -524,6 +524,7 @@ SCENARIOS: dict[str, partial[str]] = {
     "in slices": scenario(train_in_slices),
     "cpu, state on a disk": scenario(preset="cpu", tiers={"optimizer": "nvme"}),
     "cpu, updated by the host": scenario(preset="cpu", compute="host"),
+    **{f"{preset}, half updated by the host": scenario(preset=preset, compute=0.5) for preset in ("cpu", "infinity")},
     "serial": scenario(preset="nvme", update="serial"),
     "fp32": scenario(preset="infinity", precision="fp32"),
     "whole master, updated by the host": scenario(

@@ -131,7 +131,7 @@ def test_what_crosses_between_host_and_gpu_is_what_the_plan_says(ranks, accumula
             if preset == "infinity" and stage < 3:
                 continue
             how = {"stage": stage, "preset": preset, "precision": ("bf16", "fp32")[(number + stage + ranks) % 2]}
-            how["compute"] = ("device", "host")[(number + ranks) % 2]
+            how["compute"] = ("device", 0.4, "host")[(number + ranks) % 3]
             for moved, planned in run_ranks(ranks, lambda world, how=how: crossed(world, **how)):
                 assert moved == planned, how
                 assert (moved > 0) is (preset != "none")

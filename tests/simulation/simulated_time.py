@@ -32,8 +32,8 @@ class Rates(NamedTuple):
     host_bytes_per_s: float = 5e6
     """Bytes that operators on one thread of the host read and write, in its cache."""
     cores: int = 0
-    """Cores that the store's threads share, whichever of the machine's threads happens to run their work; 0: each thread
-    has a core, and works in the order in which it ran here."""
+    """Cores that the store's threads share, whichever of the machine's threads happens to run their work; 0: each
+    thread has a core, and works in the order in which it ran here."""
     memory_bytes_per_s: float = inf
     """Host memory: bytes that copies, files and operators on all threads read and write."""
     disk_bytes_per_s: float = 5e6

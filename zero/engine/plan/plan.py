@@ -28,7 +28,7 @@ from zero.engine.plan.facts import Facts, Scope, facts_of
 from zero.engine.plan.held import between_steps, held_bytes, kind_of, table_text, tier_of
 from zero.engine.plan.page_table import PageTable
 from zero.engine.plan.passes import Passes
-from zero.engine.plan.placing import auto_page_bytes, free_room, host_groups, lowest_tiers, place_pages
+from zero.engine.plan.placing import auto_page_bytes, free_room, lowest_tiers, place_pages
 from zero.engine.plan.settings import (
     Arrangement,
     Bucket,
@@ -115,7 +115,6 @@ class Plan:
         activations: the policy of each site, by its name.
         placement: the tier of parameters, of gradients, and of every page of master and moments.
         slots: the memory for pages on their way.
-        host_groups: the (unit, number) of each group of pages that the host updates beside a GPU.
 
     Raises:
         PlanError: a setting has an unknown value or contradicts another one; or the model cannot be split, or an
@@ -260,7 +259,6 @@ class Plan:
             table = PageTable(replace(table.facts, param_tier=param, grad_tier=grad), page_bytes // 4)
         self.pages = table
         self.slots = self.slots._replace(nbytes=self.pages.slot_bytes)  # faster tiers have fewer pages
-        self.host_groups = host_groups(table, self.offload, self.placement)
 
     @property
     def facts(self) -> Facts:

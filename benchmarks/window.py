@@ -151,9 +151,7 @@ def plan_of(
 
 def bytes_ahead(plan: "zero.Plan", share: float) -> int:
     """Return `offload.ahead` for this share of the groups of pages that the GPU updates; for 1, slots for all parts."""
-    from zero.engine.plan import host_groups
-
-    groups = len(plan.placement.optimizer) - len(host_groups(plan.pages, plan.offload, plan.placement))
+    groups = len(plan.placement.optimizer) - len(plan.slots.by_host)
     if share == 1:
         groups += len(plan.units) * plan.slots.staged_pages  # the last slot of a unit may be used in part
     return int(share * groups) * plan.slots.nbytes

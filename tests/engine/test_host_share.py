@@ -14,7 +14,6 @@ from zero.core.groups import decay_matrices
 from zero.core.host_rule import update_on_host
 from zero.core.optim import Fused, make_transform
 from zero.core.updates import PageBatch
-from zero.engine.plan import host_groups
 from zero.engine.whole.read import digest
 from zero.errors import ConfigError
 from zero.testing import run_ranks
@@ -87,7 +86,7 @@ def test_each_unit_is_shared_and_one_of_matrices_is_not():
         """For each unit, the groups that the host updates and all of them."""
         setting = Setting(optimizer=optimizer, page_bytes=4 * KiB, offload=(("preset", "cpu"), ("compute", 0.4)))
         plan = setting.start(world, wide)[0].plan
-        groups, of_host = plan.placement.optimizer, host_groups(plan.pages, plan.offload, plan.placement)
+        groups, of_host = plan.placement.optimizer, plan.slots.by_host
         return [
             (sum(number == unit.index for number, _ in of_host), sum(n == unit.index for n, _ in groups))
             for unit in plan.units

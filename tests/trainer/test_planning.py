@@ -46,6 +46,7 @@ from zero.trainer.planning import (
     measured,
     probes,
     resolve_auto,
+    timed,
     trace,
 )
 from zero.trainer.planning.choices import batches, best, plan_of_run, with_setting
@@ -802,10 +803,10 @@ def test_slow_compute_is_not_measured_for_long(monkeypatch):
         now_s[0] += seconds
 
     device = Device(torch.device("cpu"))
-    assert probes._fastest_s([lambda: work(3.0), lambda: work(5.0)], device, 0.2) == pytest.approx([3.0, 5.0])
+    assert timed.fastest_s([lambda: work(3.0), lambda: work(5.0)], device, 0.2) == pytest.approx([3.0, 5.0])
     assert turns == [3.0, 5.0, 3.0, 5.0]
     slower = iter([9.0, 0.05, 0.01, 0.06, 0.5])
-    assert probes._fastest_s([lambda: work(next(slower))], device, 0.115) == pytest.approx([0.01])
+    assert timed.fastest_s([lambda: work(next(slower))], device, 0.115) == pytest.approx([0.01])
 
 
 @pytest.mark.parametrize("seq", [64, 128])

@@ -23,11 +23,12 @@ from zero.errors import ConfigError
 from zero.testing import run_ranks
 from zero.tracker import Tracker
 from zero.trainer.planning import ActivationTraces, Machine, plan_text, probes, resolve_auto, trace
-from zero.trainer.planning.choices import plan_choice
+from zero.trainer.planning.choices import plan_choice, with_compute
 from zero.trainer.planning.cost import Ahead, Rates, break_even, limits, step_seconds
 from zero.trainer.planning.machine import PaperWorld
 from zero.trainer.planning.rates import assumed, with_drives
 from zero.trainer.planning.traces.operators import OperatorWork
+from zero.trainer.planning.update_probes import update_numel
 
 FREE = Rates(
     flops=1.0,
@@ -282,6 +283,25 @@ def test_auto_updates_where_a_step_is_shorter(fast, compute, monkeypatch):
     assert ("offload.compute=host" in choice.keys) is (compute == "host")
 
 
+def test_auto_shares_the_update_so_that_link_and_host_end_together():
+    """The host takes the share of 18 + 14 bytes of copies that balances its own seconds."""
+    settings = config(
+        zero_={"stage": 3}, precision={"compute": "bf16"}, offload={"preset": "cpu", "compute": "auto", "ahead": 0}
+    )
+    model, machine = model_of(settings), gpu(1)
+    rates = replace(FREE, copy_in_bytes=1e9, copy_out_bytes=1e9, host_update_numel=1e8)
+    counted = ActivationTraces(settings, model)
+    shares = {
+        share: plan_choice(with_compute(settings, share), "config", machine, counted, rates)
+        for share in [number / 16 for number in range(17)]
+    }
+    choice = plan_choice(settings, "config", machine, counted, rates)
+    assert choice.seconds == min(other.seconds for other in shares.values())
+    assert 0 < choice.config.offload.host_share < 1
+    assert choice.seconds < 0.95 * min(shares[0].seconds, shares[1].seconds)
+    assert f"offload.compute={choice.config.offload.compute}" in choice.keys
+
+
 def test_auto_is_the_device_where_nothing_is_offloaded():
     settings = config(offload={"compute": "auto", "ahead": 0})
     model, machine = model_of(settings), gpu(1)
@@ -418,7 +438,7 @@ def simulated_rates(world: zero.World, moments: str) -> Rates:
         memory_bytes=RATES.device_bytes_per_s,
         copy_in_bytes=RATES.link_bytes_per_s,
         copy_out_bytes=RATES.link_bytes_per_s,
-        update_numel=probes._update_numel(settings, world.compute),
+        update_numel=update_numel(settings, world.compute, 0.2),
     )
 
 

@@ -3,7 +3,6 @@
 Pages of one kind that adjoin in memory are one tensor, so one launch updates them, or one copy moves them to a GPU.
 """
 
-from collections.abc import Set
 from itertools import groupby
 from typing import NamedTuple, cast
 
@@ -50,20 +49,16 @@ class Part(NamedTuple):
         return tuple(page for group in self.groups for page in group.pages)
 
 
-def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, by_host: Set[tuple[int, int]]) -> list[Part]:
-    """Return the parts of the elements that this rank updates of a unit, pass by pass in their order.
-
-    Args:
-        by_host: the groups that the host updates, see `host_groups`.
-    """
+def parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec) -> list[Part]:
+    """Return the parts of the elements that this rank updates of a unit, pass by pass in their order."""
     return [
         part._replace(turn=turn)
         for turn, now in enumerate(plan.passes.of(unit))
-        for part in _parts_of(plan, store, unit, by_host, now)
+        for part in _parts_of(plan, store, unit, now)
     ]
 
 
-def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, by_host: Set[tuple[int, int]], now: Pass) -> list[Part]:
+def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, now: Pass) -> list[Part]:
     device, shard_start = plan.world.compute, 0 if plan.facts.full_update else unit.trainable.shard(plan.rank)[0]
     parts = []
     for number, (start, stop) in enumerate(pages(plan.sizes.update_numel(unit), plan.pages.page_numel)):
@@ -79,10 +74,10 @@ def _parts_of(plan: Plan, store: PrefetchStore, unit: UnitSpec, by_host: Set[tup
         on_device = len(group.all) == len(group.pages) and all(
             page_K is not None and device.is_home_of(page_K) for page_K in lent
         )
-        is_host = (unit.index, number) in by_host
-        staged = in_memory and not on_device and not device.shares_memory and not is_host and plan.slots.staging > 0
+        by_host = (unit.index, number) in plan.slots.by_host
+        staged = in_memory and not on_device and not device.shares_memory and not by_host and plan.slots.staging > 0
         tensors = cast(tuple[Tensor, ...], tuple(lent)) if on_device or staged else None
-        parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors, is_host))
+        parts.append(Part(start, stop, shard_start + start, (group,), staged, tensors, by_host))
 
     def run(part: Part) -> tuple[bool, int]:
         """Return equal values for parts that may be joined: a slot of staging has room for `staged_pages` pages."""

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -64,6 +64,8 @@ class Slots(NamedTuple):
     """The number of pages of each kind for which a slot of staging has room."""
     keeps_staged: bool
     """Whether there is a slot of staging for each part, so that only gradients are copied in; False with a disk."""
+    by_host: Set[tuple[int, int]]
+    """The (unit, number) of each group that the host updates beside a GPU, so that it needs no slot of staging."""
 
     @property
     def arena_bytes(self) -> int:
@@ -206,7 +208,8 @@ def place_pages(
         except ConfigError as too_small:
             error = too_small
             continue
-        parts = _staged_parts(table, offload, placement, staged_pages)
+        by_host = _host_groups(table, offload, placement)
+        parts = 0 if table.facts.device_is_host else _staged_parts(table, placement, by_host, staged_pages)
         on_disk = "nvme" in (placement.param, placement.grad, *placement.optimizer.values())
         if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
             continue  # a slower tier than was hoped for, which needs slots
@@ -222,6 +225,7 @@ def place_pages(
             staging=min(staging_slots, parts),
             staged_pages=staged_pages,
             keeps_staged=keeps,
+            by_host=by_host,
         )
     assert error is not None
     raise error
@@ -275,11 +279,8 @@ def _group_count(table: PageTable) -> int:
     return sum(table.updated_pages(unit) * len(table.passes.of(unit)) for unit in table.facts.units)
 
 
-def _staged_parts(table: PageTable, offload: Offload, placement: Placement, staged_pages: int) -> int:
+def _staged_parts(table: PageTable, placement: Placement, by_host: Set[tuple[int, int]], staged_pages: int) -> int:
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
-    if table.facts.device_is_host:
-        return 0
-    by_host = host_groups(table, offload, placement)
     return len({
         (unit, turn, number // staged_pages)
         for unit, number in placement.optimizer.keys() - by_host
@@ -288,7 +289,7 @@ def _staged_parts(table: PageTable, offload: Offload, placement: Placement, stag
     })  # fmt: skip
 
 
-def host_groups(table: PageTable, offload: Offload, placement: Placement) -> frozenset[tuple[int, int]]:
+def _host_groups(table: PageTable, offload: Offload, placement: Placement) -> frozenset[tuple[int, int]]:
     """Return the (unit, number) of each group of pages that the host updates beside a GPU.
 
     They are the last of each unit's groups that are not whole on the device, so that host and device share the work on

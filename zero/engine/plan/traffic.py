@@ -10,7 +10,6 @@ from zero.core.layout import VECTOR
 from zero.core.placement import Tier
 from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
-from zero.engine.plan.placing import host_groups
 from zero.engine.plan.plan import Plan
 from zero.store import PARAMETER_KINDS, PageKind
 
@@ -98,7 +97,7 @@ def traffic(plan: Plan) -> PlannedTraffic:
 
 
 def _traffic(plan: Plan) -> PlannedTraffic:
-    grads, host_numel, of_host = Load(), 0.0, host_groups(plan.pages, plan.offload, plan.placement)
+    grads, host_numel = Load(), 0.0
     updated = {False: _Updated(), True: _Updated()}  # by whether the host updates
     passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
     device_is_host = plan.world.compute.shares_memory
@@ -111,7 +110,7 @@ def _traffic(plan: Plan) -> PlannedTraffic:
     }
     for page, spec in plan.pages.store_pages().items():
         moved = _read(plan.tier(page), spec.nbytes, device_is_host)
-        by_host = (page.unit, page.number) in of_host
+        by_host = (page.unit, page.number) in plan.slots.by_host
         if plan.pages.is_updated(page):
             updated[by_host] = updated[by_host].plus("states", moved)
         if page.kind == PageKind.PARAM:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero.core.optim import Hyper
 from zero.core.sizes import round_up
-from zero.engine.plan import Part, Plan, host_groups, parts_of
+from zero.engine.plan import Part, Plan, parts_of
 from zero.engine.unit_state import UnitState
 from zero.engine.update.gradient import Gradients
 from zero.engine.update.orthogonalize import MatrixPasses
@@ -71,9 +71,8 @@ class Updater:
         self.matrices = MatrixPasses(plan, advance)
         self.numbers = StepNumbers(plan)
         self._pieces = Pieces(plan, self.numbers)
-        by_host = host_groups(plan.pages, plan.offload, plan.placement)
         for unit in units:
-            unit.parts = tuple(parts_of(plan, store, unit.spec, by_host))
+            unit.parts = tuple(parts_of(plan, store, unit.spec))
         self._limit = threading.Semaphore(GPU_GROUPS)
         self._units, self._order = units, list(units)  # `_order` is that of the coming updates
         self._visited: list[UnitState] = []

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from zero.core.layout import VECTOR
-from zero.engine.plan import Load, Plan, host_groups, traffic
+from zero.engine.plan import Load, Plan, traffic
 from zero.tracker.report.scale import duration_unit
 from zero.trainer.planning.traces.operators import OperatorWork
 
@@ -93,7 +93,7 @@ class Ahead(NamedTuple):
     @staticmethod
     def of(plan: Plan) -> "Ahead":
         pages = max(sum(map(plan.sizes.update_numel, plan.units)) / plan.pages.page_numel, 1)
-        by_device = max(pages - len(host_groups(plan.pages, plan.offload, plan.placement)), 1)
+        by_device = max(pages - len(plan.slots.by_host), 1)
         staged = plan.slots.staging * plan.slots.staged_pages
         return Ahead(min(staged / by_device, 1), min(plan.slots.read_ahead / pages, 1))
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -10,29 +10,25 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from zero.core.fused import numbers, tables
-from zero.core.kept import Kept
-from zero.core.layout import Layout
-from zero.core.optim import Hyper
-from zero.core.updates import PageBatch
 from zero.distributed.routes import across_nodes, within_node
 from zero.distributed.world import World
 from zero.engine.plan import thread_count
-from zero.engine.update import Piece, run_kernel
 from zero.errors import StoreError
 from zero.platform.arena import Arena
 from zero.platform.cuda import compute_device
 from zero.platform.device import Device
 from zero.platform.run_files import folders_of
 from zero.progress import Progress, reported, silent
-from zero.settings.build import build_optimizer, build_precision
+from zero.settings.build import build_precision
 from zero.store import probe
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed
+from zero.trainer.planning.timed import fastest_s
 from zero.trainer.planning.traces.operators import Product
 from zero.trainer.planning.traces.tracing import Traced
+from zero.trainer.planning.update_probes import host_update_numel, update_numel
 
 PROBE_FLOPS: Mapping[str, float] = {"cpu": 1e8, "cuda": 1e12}
 """Largest number of operations of a matrix product that is timed, for each thread of a CPU or for a GPU: about a
@@ -107,14 +103,14 @@ def measured_rates(
     if traced.attention is not None:
         probes["attention_flops"] = lambda: _attention_flops(config, traced, device)
     probes["memory_bytes"] = lambda: _memory_bytes(config, traced, device)
-    probes["update_numel"] = lambda: _update_numel(config, device)
+    probes["update_numel"] = lambda: update_numel(config, device, PROBE_S["other"])
     if device.shares_memory:
         probes["launch_s"] = lambda: _launch_s(device)
     else:
         probes["copy_in_bytes"] = lambda: _copy_bytes(device, to_host=False)
         probes["copy_out_bytes"] = lambda: _copy_bytes(device, to_host=True)
         probes["host_bytes"] = lambda: _host_bytes(device.host) / machine.ranks_per_node
-        probes["host_update_numel"] = lambda: _update_numel(config, device.host)
+        probes["host_update_numel"] = lambda: host_update_numel(config, device, PROBE_S["other"])
     results = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     known = {"host_update_numel": results["update_numel"]} | {name: rate for name, rate in results.items() if rate > 0}
     if "disk_read_bytes" in known:  # the probe reads and writes equally many bytes at the same time
@@ -159,25 +155,6 @@ def with_disk_or_without(
         return replace(machine, disk_bytes=0), rates, [note]
 
 
-def _fastest_s(works: Sequence[Callable[[], object]], device: Device, limit_s: float) -> list[float]:
-    """Call all functions of `works` in turn for `limit_s` seconds; returns the shortest time of each.
-
-    A first turn, which may load code, is not timed.
-    """
-    for work in works:
-        work()
-    device.join()
-    fastest_s = [float("inf")] * len(works)
-    end_s = time.perf_counter() + limit_s
-    while fastest_s[-1] == float("inf") or time.perf_counter() < end_s:
-        for number, work in enumerate(works):
-            begin_s = time.perf_counter()
-            work()
-            device.join()
-            fastest_s[number] = min(fastest_s[number], max(time.perf_counter() - begin_s, 1e-9))
-    return fastest_s
-
-
 def _disk_bytes(config: Config) -> float:
     """Measure the bytes that the disks read per second while they write as many; 0 if none answered in time."""
     folders = folders_of(config.offload.paths)
@@ -195,7 +172,7 @@ def _flops(config: Config, traced: Traced, device: Device) -> float:
     for product in by_weight[:PROBE_PRODUCTS]:
         weights[product.shortened(_probe_flops(device))] += int(product.flops) * traced.products[product]
     works = [_multiply(product, compute, device) for product in weights]
-    times_s = _fastest_s(works, device, PROBE_S["products"])
+    times_s = fastest_s(works, device, PROBE_S["products"])
     each_s = [flops / product.flops * s for (product, flops), s in zip(weights.items(), times_s, strict=True)]
     return sum(weights.values()) / sum(each_s)
 
@@ -234,7 +211,7 @@ def _attention_flops(config: Config, traced: Traced, device: Device) -> float:
             torch.autograd.grad(result, (query, key, value), torch.ones_like(result))
 
     flops = (14 if trains else 4) * heads * tokens**2 * channels
-    return flops / _fastest_s([work], device, PROBE_S["attention"])[0]
+    return flops / fastest_s([work], device, PROBE_S["attention"])[0]
 
 
 def _memory_bytes(config: Config, traced: Traced, device: Device) -> float:
@@ -255,7 +232,7 @@ def _memory_bytes(config: Config, traced: Traced, device: Device) -> float:
 
     nbytes, count = numel * (10 * compute.itemsize + 6 * 4), max(1, PROBE_NUMEL // numel)
     tensors = [torch.ones(tokens, heads, channels, device=device.device, dtype=compute) for _ in range(count)]
-    times_s = _fastest_s([partial(work, x) for x in tensors], device, PROBE_S["elementwise"])
+    times_s = fastest_s([partial(work, x) for x in tensors], device, PROBE_S["elementwise"])
     return nbytes * len(tensors) / sum(times_s)
 
 
@@ -269,48 +246,17 @@ def _launch_s(device: Device) -> float:
             y = y * x
         y.backward()
 
-    return _fastest_s([work], device, PROBE_S["launches"])[0] / (3 * count)
-
-
-def _update_numel(config: Config, device: Device) -> float:
-    """Measure the parameters updated per second, including the norm of their gradient, in pieces as in the engine."""
-    optimizer, precision = build_optimizer(config), build_precision(config)
-    now = optimizer.groups[-1](1)._replace(lr=0.0, weight_decay=0.0)  # the last group has no matrices
-    kept = Kept(precision.master, optimizer.forms(optimizer.moments))
-    grad = torch.zeros(PROBE_NUMEL, device=device.device)
-    param = torch.zeros(PROBE_NUMEL, dtype=precision.compute, device=device.device)
-    state = [device.zeros(kept.numel(kind, PROBE_NUMEL), dtype) for kind, dtype in kept.dtypes.items()]
-    layout = Layout.of({"probe": (PROBE_NUMEL,)}, world_size=1)
-    if device.tile_numel and (fused := optimizer.fused) is not None:
-        hyper = Hyper(1, 1.0, (now,))
-        hyper = hyper._replace(table=device.upload(numbers(fused, hyper)))
-        rows = [device.upload(table) for table in tables(layout, 0, PROBE_NUMEL, device.tile_numel)]
-
-        def launch() -> None:
-            device.sum_of_squares(grad)
-            run_kernel(fused, kept, hyper, device, Piece(0, param, state, grad, rows))
-
-        return PROBE_NUMEL / _fastest_s([launch], device, PROBE_S["other"])[0]
-
-    def work(start: int) -> None:
-        stop = min(PROBE_NUMEL, start + device.piece_numel)
-        piece, places = Piece(0, param, state, grad).cut(start, stop), layout.pieces(start, stop)
-        device.sum_of_squares(piece.grad_K)
-        with kept.opened([piece.param_K], [piece.kept], [places], 1) as (masters, *moments):
-            optimizer.update(PageBatch(list(masters), [piece.grad_K], tuple(map(list, moments)), now, 1.0))
-
-    works = [partial(work, start) for start in range(0, PROBE_NUMEL, device.piece_numel)]
-    return PROBE_NUMEL / sum(_fastest_s(works, device, PROBE_S["other"]))
+    return fastest_s([work], device, PROBE_S["launches"])[0] / (3 * count)
 
 
 def _copy_bytes(device: Device, *, to_host: bool) -> float:
     with closing(Arena(PROBE_COPY_BYTES, device)) as arena:
         host, there = arena.take(PROBE_COPY_BYTES), device.zeros(PROBE_COPY_BYTES, torch.uint8)
         work = partial(device.copy, *((host, there) if to_host else (there, host)))
-        return PROBE_COPY_BYTES / _fastest_s([work], device, PROBE_S["other"])[0]
+        return PROBE_COPY_BYTES / fastest_s([work], device, PROBE_S["other"])[0]
 
 
 def _host_bytes(host: Device) -> float:
     """Measure the bytes of host memory that are read and written per second in a copy by all threads."""
     source, target = (host.zeros(PROBE_COPY_BYTES, torch.uint8) for _ in range(2))
-    return 2 * PROBE_COPY_BYTES / _fastest_s([lambda: target.copy_(source)], host, PROBE_S["other"])[0]
+    return 2 * PROBE_COPY_BYTES / fastest_s([lambda: target.copy_(source)], host, PROBE_S["other"])[0]

@@ -208,14 +208,12 @@ def place_pages(
         except ConfigError as too_small:
             error = too_small
             continue
-        by_host = _host_groups(table, offload, placement)
-        parts = 0 if table.facts.device_is_host else _staged_parts(table, placement, by_host, staged_pages)
+        parts = _staged_parts(table, placement, by_host := _host_groups(table, offload, placement), staged_pages)
         on_disk = "nvme" in (placement.param, placement.grad, *placement.optimizer.values())
         if (on_disk and not slots and (groups or table.copied_pages())) or (parts and not staging_slots):
             continue  # a slower tier than was hoped for, which needs slots
         if parts and offload.ahead is None and activation_bytes:
             staging_slots += _bytes_ahead(table, device_bytes - placement.bytes["device"]) // staged_bytes
-        keeps = 0 < parts <= staging_slots and "nvme" not in placement.optimizer.values()
         return placement, Slots(
             nbytes=table.slot_bytes,
             arena=slots,
@@ -224,7 +222,7 @@ def place_pages(
             bounces=thread_count(offload) if bounce else 0,
             staging=min(staging_slots, parts),
             staged_pages=staged_pages,
-            keeps_staged=keeps,
+            keeps_staged=0 < parts <= staging_slots and "nvme" not in placement.optimizer.values(),
             by_host=by_host,
         )
     assert error is not None
@@ -281,6 +279,8 @@ def _group_count(table: PageTable) -> int:
 
 def _staged_parts(table: PageTable, placement: Placement, by_host: Set[tuple[int, int]], staged_pages: int) -> int:
     """Return the number of parts that a GPU updates and that have pages in host memory, and none on a disk."""
+    if table.facts.device_is_host:
+        return 0
     return len({
         (unit, turn, number // staged_pages)
         for unit, number in placement.optimizer.keys() - by_host

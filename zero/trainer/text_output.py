@@ -24,6 +24,9 @@ def print_mode(config: Config, overrides: Sequence[str], conf: Path) -> int:
     """
     if config.mode == "plan":
         launch.import_torch()
+        from zero.platform.late_compiler import import_compiler_late
+
+        import_compiler_late()
         from zero.trainer.planning import plan_text
 
         settings = config.launch

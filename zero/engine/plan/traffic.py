@@ -10,6 +10,7 @@ from zero.core.layout import VECTOR
 from zero.core.placement import Tier
 from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
+from zero.engine.plan.held import tier_counts
 from zero.engine.plan.plan import Plan
 from zero.store import PARAMETER_KINDS, PageKind
 
@@ -87,25 +88,25 @@ def traffic(plan: Plan) -> PlannedTraffic:
 
 def _traffic(plan: Plan) -> PlannedTraffic:
     by_kind: dict[str, Load] = defaultdict(Load)
-    passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
+    passing: dict[int, Load] = {}  # by unit: parameters and secondary shards read from the store
     offloaded_numel, updated_grads = 0, Load()
-    device_is_host = plan.world.compute.shares_memory
-    # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
-    counted = {
-        unit.index: next(
-            (kind for kind in plan.passes.state_kinds(plan.passes.of(unit)[0]) if kind != PageKind.PARAM), "param"
-        )
-        for unit in plan.units
-    }
-    for page, spec in plan.pages.store_pages().items():
-        moved = _read(plan.tier(page), spec.nbytes, device_is_host)
-        by_kind["state" if plan.pages.is_updated(page) else page.kind] += moved
-        if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
-            passing[page.unit] += moved
-        if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(plan.units[page.unit]):
-            updated_grads += moved
-        if page.kind == counted[page.unit] and moved != Load():  # may have several elements for each parameter
-            offloaded_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
+    for pages, units in plan.pages.equal_units:
+        passed = Load()
+        # the kind whose pages are counted to get `offloaded_numel`: it has one page in each updated group
+        kinds = plan.passes.state_kinds(plan.passes.of(units[0])[0])
+        counted = next((kind for kind in kinds if kind != PageKind.PARAM), "param")
+        for page in pages:
+            for tier, count in tier_counts(page, units, plan.pages, plan.placement).items():
+                moved = _read(tier, page.spec.nbytes, plan.world.compute.shares_memory)
+                by_kind["state" if plan.pages.is_updated(page) else page.kind] += moved.times(count)
+                if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
+                    passed += moved
+                if page.kind == PageKind.GRAD and page.number < plan.pages.updated_pages(units[0]):
+                    updated_grads += moved.times(count)
+                if page.kind == counted and moved != Load():  # may have several elements for each parameter
+                    numel = page.spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
+                    offloaded_numel += count * numel
+        passing |= dict.fromkeys((unit.index for unit in units), passed)
     states, params, grads = by_kind["state"], by_kind[PageKind.PARAM], by_kind[PageKind.GRAD]
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)

@@ -64,6 +64,20 @@ class Product(NamedTuple):
         return self._replace(**{side: -(-getattr(self, side) // 2)}).shortened(flops)
 
 
+class Lap(NamedTuple):
+    """The bytes and the work of a part of a trace."""
+
+    net_bytes: int
+    """Growth of the bytes that exist."""
+    rise_bytes: int
+    """Growth from the beginning to the peak."""
+    work: OperatorWork
+    products: Counter[Product]
+    made: Counter[int]
+    others: tuple[int, ...]
+    """Growth of the counts of the caller."""
+
+
 class OperatorCounts(TorchDispatchMode):
     """A dispatch mode that counts the bytes of storages while they exist, and the work of operators.
 
@@ -87,6 +101,35 @@ class OperatorCounts(TorchDispatchMode):
         self.products: Counter[Product] = Counter()
         self.attention: tuple[int, ...] | None = None
         self.made: Counter[int] = Counter()
+        self.operators = 0
+        self._highest_bytes = 0
+        self._began = 0, OperatorWork(), Counter[Product](), Counter[int](), tuple[int, ...]()
+
+    def lap(self, others: tuple[int, ...]) -> Lap:
+        """Return what the part since the last call of `lap` took, and begin the next one.
+
+        Args:
+            others: further counts, as many in each call.
+        """
+        live_bytes, work, products, made, before = self._began
+        self._began = self._live_bytes, self.work, self.products.copy(), self.made.copy(), others
+        rise_bytes, self._highest_bytes = self._highest_bytes - live_bytes, self._live_bytes
+        return Lap(
+            self._live_bytes - live_bytes,
+            rise_bytes,
+            self.work + work.times(-1),
+            self.products - products,
+            self.made - made,
+            tuple(now - then for now, then in zip(others, before, strict=False)),
+        )
+
+    def repeat(self, lap: Lap) -> None:
+        """Count a part once more that does not run."""
+        self._raise_peak(self._live_bytes + lap.rise_bytes)
+        self._live_bytes += lap.net_bytes
+        self.work += lap.work
+        self.products += lap.products
+        self.made += lap.made
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
@@ -102,6 +145,7 @@ class OperatorCounts(TorchDispatchMode):
         return False  # True would make torch import its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
         made = result_of(func, args, kwargs or {})
         results = [*operand_tensors((made,))]
         for tensor in results:
@@ -138,7 +182,10 @@ class OperatorCounts(TorchDispatchMode):
 
         self._alive[address] = weakref.ref(storage, freed)
         self._live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._raise_peak(self._live_bytes)
+
+    def _raise_peak(self, nbytes: int) -> None:
+        self.peak_bytes, self._highest_bytes = max(self.peak_bytes, nbytes), max(self._highest_bytes, nbytes)
 
 
 def _product(func: Any, args: Any) -> Product | None:

@@ -10,6 +10,7 @@ the same tensors as the fused kernels of GPUs: inputs, output, and one number pe
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,13 +23,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core.activations import ACTIVATIONS, KEEP
+from zero.core.activations import ACTIVATIONS, KEEP, ActivationPolicy
 from zero.core.activations.rows import ALL_ROWS
 from zero.engine.forward import Chunks, recomputed_call
 from zero.engine.memory import KeptTensor, OnHost
 from zero.engine.model import Body, Site, Splitting, attach, move_buffers
 from zero.losses import equal_chunks_once
 from zero.platform.device import Device
+from zero.trainer.planning.traces.equal_blocks import EqualBlocks, Unequal
 from zero.trainer.planning.traces.operators import OperatorCounts, OperatorWork, Product, median
 
 aten = torch.ops.aten
@@ -68,6 +70,7 @@ def trace(
     rows: int = ALL_ROWS,
     backward: bool = True,
     exchanged: Callable[[], int] = lambda: 0,
+    every: bool = False,
 ) -> Traced:
     """Return the memory and work of one microbatch.
 
@@ -81,7 +84,27 @@ def trace(
         rows: rows of a chunk in which recomputed blocks run; 0: all rows at once.
         backward: trace backward too; False: trace an evaluation, without gradients.
         exchanged: returns the bytes received so far from the ranks that share rows.
+        every: trace every block, also those that equal others.
     """
+    try:
+        return _trace(model, splitting, loss, microbatch, compute, policies, rows, backward, exchanged, every)
+    except Unequal:
+        return _trace(model, splitting, loss, microbatch, compute, policies, rows, backward, exchanged, True)
+
+
+def _trace(
+    model: nn.Module,
+    splitting: Splitting,
+    loss: Callable[[nn.Module, Any], Any],
+    microbatch: Any,
+    compute: torch.dtype,
+    policies: str | Mapping[str, str],
+    rows: int,
+    backward: bool,
+    exchanged: Callable[[], int],
+    every: bool,
+) -> Traced:
+    """Return the result of `trace`. Raises Unequal if `every` block has to be traced."""
     copied = _copy_on_meta(model, compute)
     values = {
         (unit.index, trainable, number): torch.empty(
@@ -93,31 +116,39 @@ def trace(
     }
     host = _Host([*values.values()])
 
-    def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
+    def run(site: Site, policy: ActivationPolicy, body: Body, args: Any, kwargs: Any) -> Any:
         """Run a site on meta tensors in the same way as `SiteRunner.run` does."""
         held = {
             f"module.module.{bound.local}": _arriving(values[bound.unit, bound.trainable, bound.slot])
             for bound in site.bindings
         }
-        policy = ACTIVATIONS[policies if isinstance(policies, str) else policies[site.name]]
         with host.taking() if backward and policy.offloads else nullcontext():
             if backward and policy.recomputes:
                 chunks = Chunks(rows, site.name) if rows and site.is_block else None
                 return recomputed_call(_Fusing(body), held, args, kwargs, policy=policy, chunks=chunks)
             return functional_call(_Fusing(body), held, args, kwargs, tie_weights=False)
 
+    def call(site: Site, body: Body, args: Any, kwargs: Any) -> Any:
+        policy = ACTIVATIONS[policies if isinstance(policies, str) else policies[site.name]]
+        traced = partial(run, site, policy, body, args, kwargs)
+        return traced() if every else blocks.call(site, policy, body, args, kwargs, traced)
+
     live = OperatorCounts([*values.values(), *copied.buffers(), *tree_leaves(microbatch)])
+    blocks = EqualBlocks(live, lambda: (exchanged(), host.allocated_bytes))
     attach(copied, splitting, lambda site: partial(call, site))
     with torch.set_grad_enabled(backward), live, equal_chunks_once(live.repeated):
         began_bytes = exchanged()
         result = loss(copied, microbatch)
-        forward_bytes = exchanged() - began_bytes
+        mean = result[0] if isinstance(result, tuple) else result
+        blocks.check_forward(mean)
+        forward_bytes = exchanged() + blocks.added[0] - began_bytes
         forward, live.work = live.work + OperatorWork(exchanged_bytes=forward_bytes), OperatorWork()
         if backward:
-            (result[0] if isinstance(result, tuple) else result).backward()
-    back = live.work + OperatorWork(exchanged_bytes=exchanged() - began_bytes - forward_bytes)
-    made = median(live.made)
-    return Traced(live.peak_bytes, host.allocated_bytes, forward, back, live.products, live.attention, made)
+            mean.backward()
+            blocks.check_backward()
+    back = live.work + OperatorWork(exchanged_bytes=exchanged() + blocks.added[0] - began_bytes - forward_bytes)
+    host_bytes, made = host.allocated_bytes + blocks.added[1], median(live.made)
+    return Traced(live.peak_bytes, host_bytes, forward, back, live.products, live.attention, made)
 
 
 def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
@@ -127,7 +158,10 @@ def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
         )
         for parameter in model.parameters()
     }
-    copied = copy.deepcopy(model, parameters)
+    # deepcopy would take ten times as long for each empty dictionary, of which a module has twelve for hooks
+    values = (value for module in model.modules() for value in vars(module).values())
+    empty = {id(value): type(value)() for value in values if type(value) in (dict, OrderedDict) and not value}
+    copied = copy.deepcopy(model, {**parameters, **empty})
     move_buffers(copied, compute, META_DEVICE)
     return copied
 

@@ -1,11 +1,12 @@
 """The tier of each page of a plan, and the bytes that the plan holds on each tier, also as text."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zero.core.placement import Placement, Tier
 from zero.core.sizes import size_text
-from zero.engine.plan.page_table import PageTable
+from zero.engine.model import UnitSpec
+from zero.engine.plan.page_table import PageTable, UnitPage
 from zero.engine.plan.placing import Slots
 from zero.store import PARAMETER_KINDS, Page, PageKind
 
@@ -27,6 +28,15 @@ def tier_of(page: Page, table: PageTable, placement: Placement) -> Tier:
     return placement.grad if page.kind in table.grad_dtypes else placement.optimizer[page.unit, page.number]
 
 
+def tier_counts(
+    page: UnitPage, units: Sequence[UnitSpec], table: PageTable, placement: Placement
+) -> Mapping[Tier, int]:
+    """Return the number of these units whose page is on a tier, for each tier with such a page."""
+    if table.is_updated(page):
+        return Counter(placement.optimizer[unit.index, page.number] for unit in units)
+    return {tier_of(Page(units[0].index, page.kind, page.number), table, placement): len(units)}
+
+
 def held_bytes(
     table: PageTable, placement: Placement, slots: Slots, fixed: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, int]]:
@@ -41,10 +51,11 @@ def held_bytes(
     held["host"]["arena"] = slots.arena_bytes
     held[placement.param]["parameters"] = table.param_bytes()
     held[placement.grad]["gradients"] = table.grad_bytes()
-    for page, spec in table.store_pages().items():
-        if table.is_updated(page) or page.kind == PageKind.SECONDARY:
-            tier = tier_of(page, table, placement)
-            held[tier][kind_of(page, table)] += table.bytes_on(spec, tier)
+    for pages, units in table.equal_units:
+        for page in pages:
+            if table.is_updated(page) or page.kind == PageKind.SECONDARY:
+                for tier, count in tier_counts(page, units, table, placement).items():
+                    held[tier][kind_of(page, table)] += count * table.bytes_on(page.spec, tier)
     for memory, nbytes_of in fixed.items():
         held[memory].update(nbytes_of)
     always = [kind for kind in KINDS if kind not in SOMETIMES] if table.facts.trains else []
@@ -60,7 +71,7 @@ def between_steps(held: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {tier: sum(kinds.values()) - kinds.get("activations", 0) for tier, kinds in held.items()}
 
 
-def kind_of(page: Page, table: PageTable) -> str:
+def kind_of(page: Page | UnitPage, table: PageTable) -> str:
     """Return the kind under which a page is counted."""
     if table.is_updated(page):
         return "master" if page.kind == table.facts.precision.master.kind else "moments"

@@ -37,6 +37,14 @@ class PageSpec(NamedTuple):
         return round_up(self.nbytes)
 
 
+class UnitPage(NamedTuple):
+    """A page of a unit with its size; `kind` and `number` are those of its `Page`."""
+
+    kind: str
+    number: int
+    spec: PageSpec
+
+
 class PageTable:
     """The pages of one rank.
 
@@ -63,7 +71,7 @@ class PageTable:
         dtypes: dict[str, torch.dtype] = {PageKind.GRAD: self.facts.grad_dtype}
         return dtypes | {PageKind.FIRST_GRAD: self.facts.first_grad_dtype} if apart else dtypes
 
-    def is_updated(self, page: Page) -> bool:
+    def is_updated(self, page: Page | UnitPage) -> bool:
         """Return whether a page holds the master or a moment."""
         return page.kind in self.passes.kept.dtypes
 
@@ -99,8 +107,22 @@ class PageTable:
     def _store_pages(self) -> dict[Page, PageSpec]:
         return {page: spec for unit in self.facts.units for page, spec in self.pages_of(unit)}
 
+    @cached_property
+    def equal_units(self) -> tuple[tuple[tuple[UnitPage, ...], tuple[UnitSpec, ...]], ...]:
+        """The pages of a unit, and all units that are cut into the same pages. The blocks of a model are such units."""
+        units: dict[object, list[UnitSpec]] = {}
+        for unit in self.facts.units:
+            flats = tuple((flat.kind, flat.form, flat.stored.P, flat.stored.S) for flat in unit.flats)
+            sizes = unit.trainable.P, unit.trainable.S, bool(unit.trainable.slots), bool(unit.matrices), flats
+            units.setdefault(sizes, []).append(unit)
+        return tuple((tuple(self._pages_of(equal[0])), tuple(equal)) for equal in units.values())
+
     def pages_of(self, unit: UnitSpec) -> Iterator[tuple[Page, PageSpec]]:
         """Yield every page of one unit with its size."""
+        for kind, number, spec in self._pages_of(unit):
+            yield Page(unit.index, kind, number), spec
+
+    def _pages_of(self, unit: UnitSpec) -> Iterator[UnitPage]:
         cuts, passes = self.cut(self.sizes.update_numel(unit)), self.passes.of(unit)
         ranges = {kind: cuts for now in passes for kind in self.passes.state_kinds(now)}
         dtypes = dict(self.passes.kept.dtypes)
@@ -112,12 +134,11 @@ class PageTable:
             dtypes |= {flat.kind: flat.dtype(self.facts.precision.compute) for flat in unit.flats}
         for kind, cuts in ranges.items():
             for number, (start, stop) in enumerate(cuts):
-                numel = self.passes.kept.numel(kind, stop - start)
-                yield Page(unit.index, kind, number), PageSpec(numel, dtypes[kind])
+                yield UnitPage(kind, number, PageSpec(self.passes.kept.numel(kind, stop - start), dtypes[kind]))
         for number, flat in enumerate(unit.flats):
-            if self.sizes.secondary_numel(flat.stored):
-                spec = PageSpec(self.sizes.secondary_numel(flat.stored), flat.dtype(self.facts.precision.compute))
-                yield Page(unit.index, PageKind.SECONDARY, number), spec
+            if numel := self.sizes.secondary_numel(flat.stored):
+                spec = PageSpec(numel, flat.dtype(self.facts.precision.compute))
+                yield UnitPage(PageKind.SECONDARY, number, spec)
 
     def copied_pages(self) -> int:
         """Return the number of pages of frozen parameters that are copied through the arena from a disk to a GPU."""
@@ -143,7 +164,8 @@ class PageTable:
             sum(round_up(dtypes[kind].itemsize * self.passes.kept.numel(kind, numel)) for kind in kinds)
             for kinds, numel in sizes
         ]
-        moving = (spec.block_bytes for page, spec in self.store_pages().items() if page.kind != PageKind.SECONDARY)
+        pages = (page for pages, _ in self.equal_units for page in pages)
+        moving = (page.spec.block_bytes for page in pages if page.kind != PageKind.SECONDARY)
         return max([*groups, *moving])
 
     def bytes_on(self, spec: PageSpec, tier: Tier) -> int:
@@ -153,14 +175,14 @@ class PageTable:
     def param_bytes(self) -> int:
         """Return the bytes of this rank's parameters, in pages or in device memory."""
         if self.facts.params_offloaded:
-            return self._paged_bytes(*PARAMETER_KINDS)
+            return self._bytes_of(self.facts.param_tier, *PARAMETER_KINDS)
         flats = [flat for unit in self.facts.units for flat in unit.flats]
         return sum(flat.dtype(self.facts.precision.compute).itemsize * self.sizes.kept_numel(flat) for flat in flats)
 
     def grad_bytes(self) -> int:
         """Return the bytes of this rank's gradients, in pages or in device memory."""
         if self.facts.grads_offloaded:
-            return self._paged_bytes(*self.grad_dtypes)
+            return self._bytes_of(self.facts.grad_tier, *self.grad_dtypes)
         return self.facts.grad_dtype.itemsize * sum(self.sizes.grad_numel(unit) for unit in self.facts.units)
 
     def most_grad_bytes(self) -> int:
@@ -176,16 +198,21 @@ class PageTable:
             full, rest = divmod(numel, self.page_numel)
             return sum(full * round_up(self.page_numel * size) + round_up(rest * size) for size in sizes)
 
-        units = [unit for unit in self.facts.units if unit.trainable.slots]
+        counts = {units[0]: len(units) for _, units in self.equal_units if units[0].trainable.slots}
         return max(
-            sum(paged(last - first) for unit in units for first, last in self._grad_extents(unit, rank))
+            sum(count * paged(b - a) for unit, count in counts.items() for a, b in self._grad_extents(unit, rank))
             for rank in range(self.facts.sharers)
         )
 
     def secondary_bytes(self, tier: Tier) -> int:
         """Return the bytes of this rank's secondary shards on a tier."""
-        pages = self.store_pages().items() if tier == self.facts.secondary else ()
-        return sum(self.bytes_on(spec, tier) for page, spec in pages if page.kind == PageKind.SECONDARY)
+        return self._bytes_of(tier, PageKind.SECONDARY) if tier == self.facts.secondary else 0
 
-    def _paged_bytes(self, *kinds: str) -> int:
-        return sum(spec.block_bytes for page, spec in self.store_pages().items() if page.kind in kinds)
+    def _bytes_of(self, tier: Tier, *kinds: str) -> int:
+        """Return the bytes that all pages of some kinds take on a tier."""
+        return sum(
+            len(units) * self.bytes_on(page.spec, tier)
+            for pages, units in self.equal_units
+            for page in pages
+            if page.kind in kinds
+        )

@@ -3,7 +3,7 @@
 `core.placement.place` chooses the tier of each page.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from itertools import product
@@ -238,12 +238,13 @@ def _bytes_ahead(table: PageTable, free_bytes: int) -> int:
 def _group_bytes(table: PageTable, offload: Offload) -> list[tuple[int, int, int]]:
     """Return the unit, the number and the bytes of each group of pages of the optimizer's state."""
     tier = lowest_tiers(offload)[0]
-    sizes: Counter[tuple[int, int]] = Counter()
-    for page, spec in table.store_pages().items():
-        if table.is_updated(page):
-            sizes[page.unit, page.number] += table.bytes_on(spec, tier)
-    counts = {unit.index: len(table.cut(table.sizes.update_numel(unit))) for unit in table.facts.units}
-    return [(unit, number, sizes[unit, number]) for unit, count in counts.items() for number in range(count)]
+    by_unit: dict[int, list[int]] = {}
+    for pages, units in table.equal_units:
+        sizes = [0] * table.updated_pages(units[0])
+        for page in filter(table.is_updated, pages):
+            sizes[page.number] += table.bytes_on(page.spec, tier)
+        by_unit |= dict.fromkeys((unit.index for unit in units), sizes)
+    return [(unit, number, size) for unit, sizes in sorted(by_unit.items()) for number, size in enumerate(sizes)]
 
 
 def _choices(table: PageTable, offload: Offload, room: Room, ahead: int) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,8 @@
 """Compute from a plan how many bytes a step moves on one rank. The tracker's meter measures the actual traffic."""
 
 import operator
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,8 +10,10 @@ from zero.core.layout import VECTOR
 from zero.core.placement import Tier
 from zero.distributed.transport import common_numels
 from zero.engine.model import UnitSpec
+from zero.engine.plan.held import tier_counts
+from zero.engine.plan.page_table import UnitPage
 from zero.engine.plan.plan import Plan
-from zero.store import PARAMETER_KINDS, PageKind
+from zero.store import PARAMETER_KINDS, Page, PageKind
 
 
 class Load(NamedTuple):
@@ -99,30 +101,29 @@ def traffic(plan: Plan) -> PlannedTraffic:
 def _traffic(plan: Plan) -> PlannedTraffic:
     grads, host_numel = Load(), 0.0
     updated = {False: _Updated(), True: _Updated()}  # by whether the host updates
-    passing: dict[int, Load] = defaultdict(Load)  # by unit: parameters and secondary shards read from the store
-    device_is_host = plan.world.compute.shares_memory
-    # the kind whose pages are counted to get `host_numel`: it has one page in each updated group
-    counted = {
-        unit.index: next(
-            (kind for kind in plan.passes.state_kinds(plan.passes.of(unit)[0]) if kind != PageKind.PARAM), "param"
-        )
-        for unit in plan.units
-    }
-    for page, spec in plan.pages.store_pages().items():
-        moved = _read(plan.tier(page), spec.nbytes, device_is_host)
-        by_host = (page.unit, page.number) in plan.slots.by_host
-        if plan.pages.is_updated(page):
-            updated[by_host] = updated[by_host].plus("states", moved)
-        if page.kind == PageKind.PARAM:
-            updated[by_host] = updated[by_host].plus("params", moved)
-        if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
-            passing[page.unit] += moved
-        if page.kind == PageKind.GRAD:
-            grads += moved
-            if page.number < plan.pages.updated_pages(plan.units[page.unit]):
-                updated[by_host] = updated[by_host].plus("grads", moved)
-        if by_host and page.kind == counted[page.unit]:  # may have several elements for each parameter
-            host_numel += spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR)
+    passing: dict[int, Load] = {}  # by unit: parameters and secondary shards read from the store
+    for pages, units in plan.pages.equal_units:
+        passed = Load()
+        # the kind whose pages are counted to get `host_numel`: it has one page in each updated group
+        kinds = plan.passes.state_kinds(plan.passes.of(units[0])[0])
+        counted = next((kind for kind in kinds if kind != PageKind.PARAM), "param")
+        for page in pages:
+            if page.kind in (*PARAMETER_KINDS, PageKind.SECONDARY):
+                tier = plan.tier(Page(units[0].index, page.kind, page.number))
+                passed += _read(tier, page.spec.nbytes, plan.world.compute.shares_memory)
+            for (tier, by_host), count in _counts(plan, page, units).items():
+                moved = _read(tier, page.spec.nbytes, plan.world.compute.shares_memory).times(count)
+                if plan.pages.is_updated(page):
+                    updated[by_host] = updated[by_host].plus("states", moved)
+                if page.kind == PageKind.PARAM:
+                    updated[by_host] = updated[by_host].plus("params", moved)
+                if page.kind == PageKind.GRAD:
+                    grads += moved
+                    if page.number < plan.pages.updated_pages(units[0]):
+                        updated[by_host] = updated[by_host].plus("grads", moved)
+                if by_host and page.kind == counted:  # may have several elements for each parameter
+                    host_numel += count * (page.spec.numel * VECTOR // plan.passes.kept.numel(page.kind, VECTOR))
+        passing |= dict.fromkeys((unit.index for unit in units), passed)
     trainable_numel = sum(unit.trainable.P for unit in plan.units)
     reduction = _sum(plan, trainable_numel)
     last = reduction if plan.facts.local_sum else Load()
@@ -147,6 +148,16 @@ def _traffic(plan: Plan) -> PlannedTraffic:
         states=updated[False].states + _on_disk(updated[True].states),
         host_numel=host_numel,
     )
+
+
+def _counts(plan: Plan, page: UnitPage, units: Sequence[UnitSpec]) -> Mapping[tuple[Tier, bool], int]:
+    """Return the number of these units whose page is on a tier, and updated by the host or not."""
+    by_host = plan.slots.by_host
+    if not by_host:
+        tiers = tier_counts(page, units, plan.pages, plan.placement)
+        return {(tier, False): count for tier, count in tiers.items()}
+    pages = [Page(unit.index, page.kind, page.number) for unit in units]
+    return Counter((plan.tier(page), (page.unit, page.number) in by_host) for page in pages)
 
 
 def _update_by_device(plan: Plan, pages: _Updated) -> Load:

@@ -6,7 +6,6 @@ from zero.trainer.config import Config
 from zero.trainer.planning.choices import Choice, bytes_by_tier
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.traces.activations import ActivationTraces
-from zero.trainer.run.task import build_task
 
 ROUND_TOKENS = 64
 """Rows are rounded down to this many tokens for each rank that shares them."""
@@ -28,11 +27,11 @@ def longest_row(choice: Choice, config: Config, machine: Machine, activations: A
         config: the settings that rows are traced with.
         activations: the traces of the model with the rows of `config`.
     """
-    model = activations.model
+    model, traces = activations.model, activations.resolved(config)
     room_bytes = _room_bytes(choice, config, machine) + _buffer_bytes(model)
     step, most = ROUND_TOKENS * config.zero.sequence, _longest_of(model)
     before, tokens, longest = (0, 0), config.model.seq, 0
-    nbytes = activations.resolved(config).bytes(1, machine.device) + _buffer_bytes(model)
+    nbytes = traces.bytes(1, machine.device) + _buffer_bytes(model)
     for _ in range(ATTEMPTS):
         if nbytes <= room_bytes:
             longest = max(longest, tokens)
@@ -46,7 +45,8 @@ def longest_row(choice: Choice, config: Config, machine: Machine, activations: A
         if following < step:
             break
         before, tokens = (tokens, nbytes), following
-        nbytes = _bytes_of(config, tokens, machine)
+        longer = traces.at(tokens, machine.world)
+        nbytes = longer.bytes(1, machine.device) + _buffer_bytes(longer.model)  # with tables of positions
     return longest, most is not None and longest == most // step * step
 
 
@@ -54,13 +54,6 @@ def _room_bytes(choice: Choice, config: Config, machine: Machine) -> int:
     """Return the bytes that activations may take on the device of a rank, or in host memory if the CPU computes."""
     held_bytes = bytes_by_tier(choice.plan)["device" if machine.device == "cuda" else "host"]
     return machine.limit_bytes(config.offload) - held_bytes + choice.plan.activation_bytes
-
-
-def _bytes_of(config: Config, tokens: int, machine: Machine) -> int:
-    """Return the bytes that grow with a row, for one of `tokens` tokens: activations, and tables of positions."""
-    longer = config.changed("model", seq=tokens)
-    model = build_task(longer, machine.world).model
-    return ActivationTraces(longer, model).bytes(1, machine.device) + _buffer_bytes(model)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -101,7 +101,11 @@ def plan_text(config: Config, overrides: Sequence[str] = ()) -> tuple[str, bool]
         "",
         *(_limits(winner, machine, activations, rates) if winner else ()),
         *(_pressed(winner, config, machine, activations) if winner else ()),
-        *(_longest(winner, config, machine, activations) if winner else _longest_alone(config, machine, rates)),
+        *(
+            _longest(winner, config, machine, activations)
+            if winner
+            else _longest_alone(config, machine, activations, rates)
+        ),
         *_answer(winner, candidates, machine, overrides),
     ]
     return "\n".join(lines), winner is not None
@@ -229,10 +233,10 @@ def _longest(winner: Choice, config: Config, machine: Machine, activations: Acti
     yield from _sentence(f"longest row that fits: {tokens:,} tokens{shared}{', as many as the model has' * is_limit}")
 
 
-def _longest_alone(config: Config, machine: Machine, rates: Rates) -> Iterator[str]:
+def _longest_alone(config: Config, machine: Machine, activations: ActivationTraces, rates: Rates) -> Iterator[str]:
     """Yield the longest row that fits, if rows of the settings do not, but short rows do."""
     config = config.changed("model", seq=ROUND_TOKENS * config.zero.sequence)
-    activations = ActivationTraces(config, build_task(config, machine.world).model)
+    activations = activations.at(config.model.seq, machine.world)
     if winner := best(choices(config, machine, activations, rates)):
         yield from _longest(winner, config, machine, activations)
 

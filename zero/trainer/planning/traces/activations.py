@@ -15,10 +15,11 @@ from zero.engine.plan import activations_of
 from zero.sequence import SharedRows
 from zero.settings.build import build_precision, build_splitting
 from zero.trainer.config import Config
+from zero.trainer.models.hf_config import HFConfig
 from zero.trainer.planning.machine import PaperGroup
 from zero.trainer.planning.traces.tracing import META_DEVICE, Traced, trace
 from zero.trainer.run.evaluate import CHUNK_TOKENS
-from zero.trainer.run.task import loss_of
+from zero.trainer.run.task import build_task, loss_of
 
 HEAP, RECOMPUTED_HEAP = 1.5, 2.5
 """Growth of a process's heap on a CPU per byte of activations, kept or recomputed. It is above 1, because freed
@@ -70,6 +71,13 @@ class ActivationTraces:
         other = copy(self)
         other._config = config
         return other
+
+    def at(self, tokens: int, world: World) -> "ActivationTraces":
+        """Return the traces of the same run with rows of another length. A model of transformers is made for all."""
+        config = self._config.changed("model", seq=tokens)
+        if isinstance(config.model, HFConfig):
+            return self.resolved(config)
+        return ActivationTraces(config, build_task(config, world).model)
 
     def splitting(self, config: Config, world: World) -> Splitting:
         """Return the units of the plan of `config`; plans that differ in other settings share them."""

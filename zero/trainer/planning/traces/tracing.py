@@ -10,6 +10,7 @@ the same tensors as the fused kernels of GPUs: inputs, output, and one number pe
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -127,7 +128,10 @@ def _copy_on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
         )
         for parameter in model.parameters()
     }
-    copied = copy.deepcopy(model, parameters)
+    # deepcopy would take ten times as long for each empty dictionary, of which a module has twelve for hooks
+    values = (value for module in model.modules() for value in vars(module).values())
+    empty = {id(value): type(value)() for value in values if type(value) in (dict, OrderedDict) and not value}
+    copied = copy.deepcopy(model, {**parameters, **empty})
     move_buffers(copied, compute, META_DEVICE)
     return copied
 

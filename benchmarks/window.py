@@ -83,7 +83,7 @@ DIRECTIONS = {
     "written": "bytes to files",
 }
 """Name in a row -> name in the counts of the simulation."""
-CORE_BYTES_PER_S = 20e9
+CORE_BYTES_PER_S = 16e9
 """Bytes that the host's operators read and write on one core, most of them in its cache: 200 for each parameter."""
 WARM, STEPS = 4, 4
 """Steps until reads ahead and writes behind take turns as in a long run, and timed steps."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from tests.simulation.operators import ByteRange, byte_range
 from tests.simulation.races import Agent, History, Past, RaceError
 from tests.simulation.simulated_time import RATES, Moment, Rates, SimulatedTime, latest
+from zero.core.host_rule import buffers
 
 _DEVICE_NUMBERS = itertools.count()
 
@@ -235,6 +236,7 @@ class Streams:
             thread.agents[self._number] = self.agent(before.name)
             if not self.rates.cores:
                 self.host.moment = before.moment
+        buffers.free.clear()  # which a thread uses again in a later action
 
     @property
     def host(self) -> Agent:

@@ -2,10 +2,14 @@
 
 So an update by the host has the bits of one by the GPU, and a plan may split pages between both. Each operation rounds
 once, as the kernel's do. torch's fused optimizers contract products and sums, each build of them in its own way.
+
+Results are in buffers that the thread uses again: new memory would cost more than the arithmetic, in page faults.
 """
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any, cast
 
@@ -15,8 +19,61 @@ from torch import Tensor
 from zero.core.fused import OWN_NUMBERS, row
 from zero.core.optim import Fused
 from zero.core.tile import bound
-from zero.core.updates import AVERAGE, INVERSE, PageBatch
+from zero.core.updates import AVERAGE, INVERSE, GroupSettings, PageBatch
 from zero.errors import ConfigError
+
+PIECE_NUMEL = 32 * 1024
+"""Elements that are updated at a time: so many that they stay in cache with the results of a rule."""
+
+
+class _Buffers(threading.local):
+    """The free buffers of one thread, by dtype and number of elements."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+
+
+buffers = _Buffers()
+
+
+def _result(function: Callable[..., Any]) -> Callable[..., "_Block"]:
+    """Return an elementwise function as a method of blocks; a comparison results in 0.0 and 1.0."""
+
+    def result(block: "_Block", other: "_Block | Tensor | float") -> "_Block":
+        made = _Block.like(block)
+        function(block.values, other.values if isinstance(other, _Block) else other, out=made.values)
+        return made
+
+    return result
+
+
+class _Block:
+    """A block of numbers, as rules use it. Its buffer is free again when nothing refers to the block.
+
+    Args:
+        free: the list to which the buffer returns; None if `values` is no buffer.
+    """
+
+    def __init__(self, values: Tensor, free: list[Tensor] | None = None) -> None:
+        self.values, self._free = values, free
+
+    @classmethod
+    def like(cls, block: "_Block", dtype: torch.dtype = torch.float32) -> "_Block":
+        """Return a block of undefined numbers."""
+        free = buffers.free[dtype, block.values.numel()]
+        return cls(free.pop() if free else torch.empty_like(block.values, dtype=dtype), free)
+
+    def __del__(self) -> None:
+        if self._free is not None:
+            self._free.append(self.values)
+
+    __add__ = __radd__ = _result(torch.add)
+    __mul__ = __rmul__ = _result(torch.mul)
+    __sub__, __gt__, __lt__ = _result(torch.sub), _result(torch.gt), _result(torch.lt)
+
+    def to(self, _: object) -> "_Block":
+        """Return the block: it has numbers in fp32, also as a result of a comparison."""
+        return self
 
 
 class _Numbers:
@@ -37,21 +94,32 @@ class _Language:
 
     float32 = torch.float32
     load = staticmethod(_Numbers.load)
-    where, maximum, minimum = torch.where, torch.maximum, torch.minimum
-    abs, div_rn = torch.abs, torch.div
+    div_rn = staticmethod(_result(torch.div))
 
     @staticmethod
-    def sqrt_rn(square: Tensor) -> Tensor:
+    def where(condition: Tensor, yes: _Block, no: _Block) -> _Block:
+        """Return one of two blocks by a number's comparison."""
+        return yes if condition else no
+
+    @staticmethod
+    def sqrt_rn(square: _Block) -> _Block:
         """Return the nearest roots: fp32 roots of torch on a CPU are not always the nearest, but fp64 ones, rounded."""
-        return square.double().sqrt_().float()
+        wide, root = _Block.like(square, torch.float64), _Block.like(square)
+        root.values.copy_(wide.values.copy_(square.values).sqrt_())
+        return root
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f"tl.{name} of the optimizer's rule exists on a GPU only. Set offload.compute=device.")
 
 
 @cache
-def _on_tensors(tile: Callable[..., Any]) -> Callable[..., Any]:
+def _on_blocks(tile: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], bound(cast(FunctionType, tile), _Language(), lambda function: function))
+
+
+@lru_cache(256)
+def _numbers(fused: Fused, now: GroupSettings, divisor: float) -> tuple[Tensor, ...]:
+    return torch.tensor(row(fused, now, divisor), dtype=torch.float32, device="cpu").unbind()
 
 
 def update_on_host(fused: Fused, batch: PageBatch) -> None:
@@ -60,12 +128,14 @@ def update_on_host(fused: Fused, batch: PageBatch) -> None:
     Raises:
         ConfigError: the rule uses a function of Triton's that is not defined here.
     """
-    numbers = torch.tensor(row(fused, batch.settings, batch.divisor), dtype=torch.float32, device="cpu").unbind()
-    rule, pointer = _on_tensors(fused.tile), _Numbers(numbers, OWN_NUMBERS)
-    for param, grad, *moments in zip(batch.params, batch.grads, *batch.moments, strict=True):
-        means = [moments.pop()] if fused.average is not None else []
-        results = rule(param, grad.mul_(numbers[INVERSE]), pointer, *moments)
-        for page, value in zip((param, *moments), results if moments else (results,), strict=True):
-            page.copy_(value)
-        for mean in means:
-            mean.mul_(numbers[AVERAGE]).add_(param * numbers[AVERAGE + 1])
+    numbers, rule = _numbers(fused, batch.settings, batch.divisor), _on_blocks(fused.tile)
+    for pages in zip(batch.params, batch.grads, *batch.moments, strict=True):
+        for param, grad, *moments in zip(*(page.split(PIECE_NUMEL) for page in pages), strict=True):
+            means = [moments.pop()] if fused.average is not None else []
+            results = rule(
+                _Block(param), _Block(grad) * numbers[INVERSE], _Numbers(numbers, OWN_NUMBERS), *map(_Block, moments)
+            )
+            for page, block in zip((param, *moments), results if moments else (results,), strict=True):
+                page.copy_(block.values)
+            for mean in means:
+                mean.mul_(numbers[AVERAGE]).add_(param * numbers[AVERAGE + 1])

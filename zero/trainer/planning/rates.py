@@ -9,7 +9,7 @@ from zero.trainer.config import Config
 from zero.trainer.planning.cost import DISK_RATES, UPDATE_BYTES, Rates, scaled_work
 from zero.trainer.planning.machine import Machine, described_gpu
 
-CORES, CORE_UPDATE_NUMEL = 12, 1.25e8
+CORES, CORE_UPDATE_NUMEL = 12, 1e8
 """Cores that a described node has for each GPU, and the parameters that each of them updates per second."""
 
 GPU = Rates(

@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 class Gpu(NamedTuple):
     """A GPU and its share of a host: memory, rates in a training step, of the PCIe link in each direction, of a disk.
 
-    The host's memory is shared by copies, files and updates. Its cores update `cores * CORE_UPDATE_NUMEL` parameters.
+    The host's memory is shared by copies, files and updates. Its cores update `CORE_UPDATE_NUMEL` parameters each.
     """
 
     memory_bytes: int
@@ -83,8 +83,10 @@ DIRECTIONS = {
     "written": "bytes to files",
 }
 """Name in a row -> name in the counts of the simulation."""
-CORE_BYTES_PER_S = 16e9
-"""Bytes that the host's operators read and write on one core, most of them in its cache: 200 for each parameter."""
+CORE_UPDATE_NUMEL = {"fp32": 1e8, "bf16": 5e7, "8bit": 4e7}
+"""Parameters that one core of the host updates per second, by the format of moments, see docs/benchmarks.md."""
+CORE_BYTES_PER_S = 24e9
+"""Bytes that the host's operators read and write on one core, most of them in its cache: 240 for each parameter."""
 WARM, STEPS = 4, 4
 """Steps until reads ahead and writes behind take turns as in a long run, and timed steps."""
 
@@ -182,7 +184,6 @@ def large_plan(setting: "Setting", compute: str | float) -> "zero.Plan":
 def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
     """Return the columns of the large model's plan."""
     from zero.trainer.planning.cost import Ahead, Rates, step_seconds
-    from zero.trainer.planning.rates import CORE_UPDATE_NUMEL
     from zero.trainer.planning.traces.operators import OperatorWork
 
     gpu, ahead = GPUS[setting.gpu], Ahead.of(plan)
@@ -202,7 +203,7 @@ def planned(setting: "Setting", plan: "zero.Plan") -> dict[str, Any]:
         link_bytes=gpu.network_bytes_per_s,
         wire_bytes=gpu.network_bytes_per_s,
         update_numel=update_numel,
-        host_update_numel=gpu.cores * CORE_UPDATE_NUMEL,
+        host_update_numel=gpu.cores * CORE_UPDATE_NUMEL[setting.moments],
         source="data sheets",
     )
     products = 2 * setting.tokens * plan.numel

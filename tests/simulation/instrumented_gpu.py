@@ -342,6 +342,7 @@ class InstrumentedGpu(SimulatedGpu, InstrumentedDevice):
             result = operator(*args, **kwargs)
             if info.allocates and self._is_like_one_of_the_host(args, kwargs):
                 self._adopt_all(result)
+                _cache.hold(tensors_in(result))
             elif info.allocates:
                 self.memory.hold(tensors_in(result))
                 self.streams.allocated(tensors_in(result))

@@ -8,7 +8,7 @@ device, and the order in which the host's threads happened to run changes no tim
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -56,16 +56,23 @@ class Moment:
         seconds: duration of the operation while nothing interrupts it.
         resource: name of the resource that the operation occupies; empty: none.
         urgent: whether the operation interrupts others on its resource.
+        work: number of the work of which it is a part; cores serve earlier work first.
         end_s: simulated time in seconds; None until it is known.
     """
 
-    __slots__ = ("after", "end_s", "number", "resource", "seconds", "urgent")
+    __slots__ = ("after", "end_s", "number", "resource", "seconds", "urgent", "work")
     _numbers = itertools.count()
 
     def __init__(
-        self, after: "tuple[Moment, ...]" = (), seconds: float = 0.0, resource: str = "", *, urgent: bool = False
+        self,
+        after: "tuple[Moment, ...]" = (),
+        seconds: float = 0.0,
+        resource: str = "",
+        *,
+        urgent: bool = False,
+        work: int = 0,
     ) -> None:
-        self.after, self.seconds, self.resource, self.urgent = after, seconds, resource, urgent
+        self.after, self.seconds, self.resource, self.urgent, self.work = after, seconds, resource, urgent, work
         self.end_s: float | None = None if after else seconds
         self.number = next(Moment._numbers)
 
@@ -97,19 +104,22 @@ class SimulatedTime:
     def __init__(self, cores: int = 0) -> None:
         self._recorded: list[Moment] = []
         self._resources = defaultdict[str, _Resource](_Resource)
-        self._resources[CORES] = _Cores(cores)
+        self._cores = self._resources[CORES] = _Cores(cores)
 
-    def operation(self, after: Moment, seconds: float, resource: str = "", *, urgent: bool = False) -> Moment:
+    def operation(
+        self, after: Moment, seconds: float, resource: str = "", *, urgent: bool = False, work: int = 0
+    ) -> Moment:
         """Record an operation that begins at `after` or later; return its end.
 
         Args:
             seconds: duration of the operation.
             resource: name of the resource that the operation occupies; empty: none.
             urgent: interrupt operations on the resource that are not urgent.
+            work: see `Moment`.
         """
         if not seconds:
             return after
-        self._recorded.append(Moment((after,), seconds, resource, urgent=urgent))
+        self._recorded.append(Moment((after,), seconds, resource, urgent=urgent, work=work))
         return self._recorded[-1]
 
     def seconds(self, moment: Moment) -> float:
@@ -146,6 +156,9 @@ class SimulatedTime:
                         heappush(events, (now_s, follower.number, follower))
             if served is not None:
                 heappush(events, (ends[served], served.number, served))
+            if not events or events[0][0] > now_s:
+                for served in self._cores.serve(now_s, ends):
+                    heappush(events, (ends[served], served.number, served))
 
 
 class _Resource:
@@ -185,23 +198,24 @@ class _Resource:
 
 
 class _Cores(_Resource):
-    """Cores that serve as many operations at a time as there are of them."""
+    """Cores that serve as many operations at a time as there are of them, those of the earliest work first."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self._free = count
+        self._free, self._waiting = count, list[tuple[int, int, Moment]]()
 
-    def begin(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> Moment | None:
-        if not self._free:
-            heappush(self._queue, (now_s, moment.number, moment))
-            return None
-        self._free -= 1
-        ends[moment] = now_s + moment.seconds
-        return moment
+    def begin(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> None:
+        heappush(self._waiting, (moment.work, moment.number, moment))
 
-    def end(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> Moment | None:
+    def end(self, now_s: float, moment: Moment, ends: dict[Moment, float]) -> None:
         self._free += 1
-        return self.begin(now_s, heappop(self._queue)[-1], ends) if self._queue else None
+
+    def serve(self, now_s: float, ends: dict[Moment, float]) -> Iterator[Moment]:
+        """Begin operations of those that are ready now, when all of these are known."""
+        while self._free and self._waiting:
+            moment = heappop(self._waiting)[-1]
+            self._free, ends[moment] = self._free - 1, now_s + moment.seconds
+            yield moment
 
 
 def _unknown_before(moments: Iterable[Moment]) -> set[Moment]:

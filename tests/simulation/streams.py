@@ -400,7 +400,8 @@ class Streams:
                 self.host.moment = self._time.operation(self.host.moment, self.rates.launch_s)
                 agent.join(self.host.now())
             moved = self._time.operation(agent.moment, memory_bytes / self.rates.memory_bytes_per_s, "host memory")
-            agent.moment = latest(self._time.operation(agent.moment, seconds, resource, urgent=urgent), moved)
+            done = self._time.operation(agent.moment, seconds, resource, urgent=urgent, work=agent.number)
+            agent.moment = latest(done, moved)
 
     def seconds(self, moment: Moment) -> float:
         """Return a moment of simulated time in seconds."""

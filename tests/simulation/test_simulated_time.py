@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.simulation.simulated_time import START, Moment, SimulatedTime, latest
+from tests.simulation.simulated_time import CORES, START, Moment, SimulatedTime, latest
 
 
 def test_copies_of_two_streams_share_a_link_and_not_with_the_other_direction():
@@ -31,6 +31,14 @@ def test_an_urgent_operation_interrupts_all_but_urgent_ones():
     running, queued = (clock.operation(START, seconds, "kernels") for seconds in (10.0, 1.0))
     first, second = (clock.operation(clock.operation(START, 2.0), 3.0, "kernels", urgent=True) for _ in range(2))
     assert [clock.seconds(moment) for moment in (first, second, running, queued)] == [5.0, 8.0, 16.0, 17.0]
+
+
+def test_cores_serve_as_many_as_there_are_and_earlier_work_first():
+    clock = SimulatedTime(2)
+    first = [clock.operation(START, 2.0, CORES, work=1)]
+    first.append(clock.operation(first[0], 2.0, CORES, work=1))
+    others = [clock.operation(START, 3.0, CORES, work=work) for work in (2, 3, 4)]
+    assert [clock.seconds(moment) for moment in (*first, *others)] == [2.0, 4.0, 3.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,11 +11,11 @@ from tests.common.small import KiB, Setting, adamw_in_8bit, small_batch, train_s
 from tests.engine.test_fused import averaged_lion, resting
 from tests.simulation import simulated_gpu
 from zero.core.groups import decay_matrices
-from zero.core.host_rule import update_on_host
 from zero.core.optim import Fused, make_transform
 from zero.core.updates import PageBatch
 from zero.engine.whole.read import digest
 from zero.errors import ConfigError
+from zero.platform.host_rule import update_on_host
 from zero.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_no_share_of_the_host_changes_a_bit(optimizer, precision, preset, stage)
     setting = Setting(stage=stage, optimizer=optimizer, precision=precision, clip=0.5, page_bytes=4 * KiB)
     with simulated_gpu(fused=True, races=True):
         expected = trained(setting, preset, "device")
-        for share in (0.3, 0.6):
+        for share in (0.3, 0.6, "host"):
             assert trained(setting, preset, share) == expected
 
 
@@ -81,22 +81,22 @@ def test_a_move_to_another_share_changes_no_bit():
     assert moved == expected
 
 
-def test_each_unit_is_shared_and_one_of_matrices_is_not():
-    def counts(world: zero.World, optimizer) -> list[tuple[int, int]]:
+@pytest.mark.parametrize("optimizer", [zero.adamw, zero.muon])
+def test_each_unit_is_shared(optimizer):
+    def counts(world: zero.World) -> list[tuple[int, int]]:
         """For each unit, the groups that the host updates and all of them."""
         setting = Setting(optimizer=optimizer, page_bytes=4 * KiB, offload=(("preset", "cpu"), ("compute", 0.4)))
         plan = setting.start(world, wide)[0].plan
         groups, of_host = plan.placement.optimizer, plan.slots.by_host
         return [
-            (sum(number == unit.index for number, _ in of_host), sum(n == unit.index for n, _ in groups))
+            (sum(number == unit.index for number, _ in of_host), sum(number == unit.index for number, _ in groups))
             for unit in plan.units
         ]
 
     with simulated_gpu(fused=True):
-        [shared], [whole] = (run_ranks(1, partial(counts, optimizer=made)) for made in (zero.adamw, zero.muon))
+        [shared] = run_ranks(1, counts)
     assert max(count for _, count in shared) > 4
     assert all(host == round(0.4 * count) for host, count in shared)
-    assert any(host == 0 and count > 2 for host, count in whole)
 
 
 def batch_of(param: torch.Tensor) -> PageBatch:
@@ -113,6 +113,23 @@ def test_a_root_is_the_nearest():
     neighbours = torch.stack([(root.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]).double()
     errors = (neighbours.square() - square.double()).abs()
     assert (errors.argmin(0) == 1).all()
+
+
+def updated(tile, param, grad, *moments):
+    fused = Fused(tile, lambda now: ())
+    update_on_host(fused, PageBatch([param], [grad], tuple([m] for m in moments), zero.sgd(1.0).groups[0](1), 1.0))
+    return param, *moments
+
+
+def test_a_rule_may_choose_for_each_element_and_return_its_arguments():
+    param, grad, mean = (torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    chosen = torch.where(param > 0, 1.0 - param, -grad)
+    [result] = updated(lambda p, g, numbers: tl.where(p > 0, 1.0 - p, -g), param.clone(), grad.clone())
+    assert torch.equal(result, chosen)
+    results = updated(lambda p, g, numbers, m: (p - g, p), param.clone(), grad.clone(), mean.clone())
+    assert all(map(torch.equal, results, (param - grad, param)))
+    with pytest.raises(ConfigError, match=r"^the optimizer's rule branches on a tile\. Write tl\.where"):
+        updated(lambda p, g, numbers: p if p > 0 else g, param, grad)
 
 
 def rounded(lr, *, weight_decay=0.0, clip=None):

@@ -26,7 +26,7 @@ from torch import Tensor
 from tests.simulation.operators import ByteRange, byte_range
 from tests.simulation.races import Agent, History, Past, RaceError
 from tests.simulation.simulated_time import RATES, Moment, Rates, SimulatedTime, latest
-from zero.core.host_rule import buffers
+from zero.platform.host_rule import buffers
 
 _DEVICE_NUMBERS = itertools.count()
 
@@ -236,7 +236,7 @@ class Streams:
             thread.agents[self._number] = self.agent(before.name)
             if not self.rates.cores:
                 self.host.moment = before.moment
-        buffers.free.clear()  # which a thread uses again in a later action
+        buffers.free.clear()  # the detector assumes no order between two actions of a thread
 
     @property
     def host(self) -> Agent:

@@ -10,10 +10,10 @@ from zero.core.optim import Fused, Hyper
 from zero.core.sizes import round_up
 from zero.core.updates import GroupSettings
 
-OWN_NUMBERS = 6
+FIRST_OF_RULE = 6
 """The place of the first number of the optimizer, behind those that `zero.core.updates` names."""
 
-GROUP_NUMBERS = OWN_NUMBERS + 8
+GROUP_NUMBERS = FIRST_OF_RULE + 8
 """Numbers of a group, at most eight of them the optimizer's."""
 
 
@@ -92,4 +92,4 @@ def row(fused: Fused | None, now: GroupSettings, divisor: float) -> tuple[float,
     average = 0.0 if fused is None else fused.average or 0.0
     shared = now.trains, 1 / divisor, now.step, divisor, average, 1 - average
     rule = fused.numbers(now) if fused is not None and now.trains else ()
-    return *shared, *rule, *(0.0,) * (GROUP_NUMBERS - OWN_NUMBERS - len(rule))
+    return *shared, *rule, *(0.0,) * (GROUP_NUMBERS - FIRST_OF_RULE - len(rule))

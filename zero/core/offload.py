@@ -53,8 +53,8 @@ def _budget(value: object) -> int | float:
 def _share(value: object) -> str | float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
-    words: dict[object, str] = {0: "device", 1: "host", "device": "device", "host": "host"}
-    if isinstance(value, bool) or value not in words:
+    words: dict[str | float, str] = {0: "device", 1: "host", "device": "device", "host": "host"}
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value not in words:
         raise ValueError
     return words[value]
 

@@ -1,7 +1,6 @@
 """Functions in Triton's language that kernels of `zero.platform.tiles` compile into themselves.
 
-The file of an optimizer or a format has such a function and does not import Triton: whoever calls it gives it the name
-`tl`, by `bound`.
+The file of an optimizer or a format has such a function and does not import Triton: `bound` gives it the name `tl`.
 """
 
 from collections.abc import Callable

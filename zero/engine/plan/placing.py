@@ -294,7 +294,7 @@ def _host_groups(table: PageTable, offload: Offload, placement: Placement) -> fr
     """Return the (unit, number) of each group of pages that the host updates beside a GPU.
 
     They are the last of each unit's groups that are not whole on the device, so that host and device share the work on
-    every unit. Units with matrices go to one processor, because the other one would round their products differently.
+    every unit.
     """
     if not offload.host_share or table.facts.device_is_host:
         return frozenset()
@@ -304,10 +304,7 @@ def _host_groups(table: PageTable, offload: Offload, placement: Placement) -> fr
             offloaded[unit].append((unit, number))
     share = offload.host_share
     return frozenset(
-        group
-        for unit, groups in offloaded.items()
-        if share == 1 or not table.facts.units[unit].matrices
-        for group in sorted(groups)[len(groups) - round(share * len(groups)) :]
+        group for groups in offloaded.values() for group in sorted(groups)[len(groups) - round(share * len(groups)) :]
     )
 
 

@@ -2,7 +2,8 @@
 
 On a CPU a page is updated in pieces that fit in the cache: one piece is unscaled, clipped, decayed, updated with its
 moments and cast to the compute dtype before the next piece begins. On a GPU one kernel does all this for a piece. The
-host beside a GPU with kernels computes as they do, see `zero.core.host_rule`; a CPU alone calls torch's fused kernels.
+host beside a GPU with kernels computes as they do, see `zero.platform.host_rule`. A CPU alone calls torch's fused
+kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from zero.core.fused import signed, tables
-from zero.core.host_rule import update_on_host
 from zero.core.kept import Kept, Pass
 from zero.core.layout import Layout
 from zero.core.master import cut_as, in_fp32
@@ -24,6 +24,7 @@ from zero.engine.plan import Part, Plan
 from zero.engine.unit_state import UnitState
 from zero.engine.update.step_numbers import StepNumbers
 from zero.platform.device import Device
+from zero.platform.host_rule import update_on_host
 
 
 class Piece(NamedTuple):

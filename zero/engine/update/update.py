@@ -66,7 +66,8 @@ class Updater:
     ) -> None:
         self._plan, self._store, self._gradients, self._tape = plan, store, gradients, tape
         self._device = plan.world.compute
-        for device in {self._device, self._device.host}:
+        self._host = self._device.host
+        for device in (self._device, self._host) if plan.slots.by_host else (self._device,):
             plan.passes.kept.prepare(device.device)
         self.matrices = MatrixPasses(plan, advance)
         self.numbers = StepNumbers(plan)
@@ -243,7 +244,7 @@ class Updater:
 
     def _where(self, part: Part) -> Device:
         """Return the device that updates a part."""
-        return self._device.host if part.by_host else self._device
+        return self._host if part.by_host else self._device
 
     @contextmanager
     def _room(self, where: Device) -> Iterator[Callable[[Tensor], Tensor]]:

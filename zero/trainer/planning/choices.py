@@ -146,8 +146,8 @@ def plan_choice(config: Config, preset: str, machine: Machine, activations: Acti
 def _fastest_share(choose: Callable[[float], Choice]) -> Choice:
     """Return the choice with the best share of updates by the host.
 
-    The seconds of a step are the largest of several sums, each of which is linear in the share, so they are convex: the
-    search halves its steps around the best share so far.
+    The seconds of a step are the largest of several sums, each of which is nearly linear in the share, so the search
+    halves its steps around the best share so far.
     """
     tried = {share: choose(share) for share in (0.0, 0.5, 1.0)}
 

@@ -22,6 +22,7 @@ from zero.progress import Progress, reported, silent
 from zero.settings.build import build_precision
 from zero.store import probe
 from zero.trainer.config import Config
+from zero.trainer.launch.process import cores
 from zero.trainer.planning.cost import Rates
 from zero.trainer.planning.machine import Machine
 from zero.trainer.planning.rates import assumed
@@ -110,7 +111,7 @@ def measured_rates(
         probes["copy_in_bytes"] = lambda: _copy_bytes(device, to_host=False)
         probes["copy_out_bytes"] = lambda: _copy_bytes(device, to_host=True)
         probes["host_bytes"] = lambda: _host_bytes(device.host) / machine.ranks_per_node
-        probes["host_update_numel"] = lambda: host_update_numel(config, device, PROBE_S["other"])
+        probes["host_update_numel"] = lambda: _host_update_numel(config, machine, device)
     results = {name: probed() for name, probed in reported([*probes.items()], "probe", progress)}
     known = {"host_update_numel": results["update_numel"]} | {name: rate for name, rate in results.items() if rate > 0}
     if "disk_read_bytes" in known:  # the probe reads and writes equally many bytes at the same time
@@ -127,7 +128,7 @@ def _source(results: Mapping[str, float], rates: Rates, machine: Machine) -> str
         "copy_in_bytes": (1e9, ".1f", "GB/s from the host"),
         "copy_out_bytes": (1e9, ".1f", "GB/s to the host"),
         "host_bytes": (1e9, ".1f", "GB/s of host memory for each rank"),
-        "host_update_numel": (1e6, ",.0f", "million updates/s by the host"),
+        "host_update_numel": (1e6, ",.0f", "million updates/s by offload.threads on the host"),
         "disk_read_bytes": (1e9, ".1f", "GB/s read from disk, while as many are written, for each rank"),
     }
     parts = [
@@ -247,6 +248,12 @@ def _launch_s(device: Device) -> float:
         y.backward()
 
     return fastest_s([work], device, PROBE_S["launches"])[0] / (3 * count)
+
+
+def _host_update_numel(config: Config, machine: Machine, device: Device) -> float:
+    """Measure the parameters that a rank's threads update per second while those of the node's other ranks do so."""
+    busy = machine.ranks_per_node * thread_count(config.offload)
+    return host_update_numel(config, device, PROBE_S["other"]) * min(1.0, cores() / busy)
 
 
 def _copy_bytes(device: Device, *, to_host: bool) -> float:

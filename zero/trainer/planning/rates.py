@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from zero.engine.plan import thread_count
 from zero.errors import ConfigError
 from zero.trainer.config import Config
 from zero.trainer.planning.cost import DISK_RATES, UPDATE_BYTES, Rates, scaled_work
@@ -77,16 +78,17 @@ def assumed(config: Config, machine: Machine) -> Rates:
             raise ConfigError(f"plan.gpu={name} does not compute in {dtype}. Set precision=fp16.")
         rates = replace(rates, memory_bytes=memory, update_numel=memory / UPDATE_BYTES)
     generation, lanes = map(int, (config.plan.pcie or f"{gpu.pcie if gpu else 4}x16").split("x"))
-    copied = lanes * LANE_BYTES[generation]
+    copied, threads = lanes * LANE_BYTES[generation], min(thread_count(config.offload), CORES)
     source = (
         f"assumed for {name}: {flops / 1e12:.3g} TFLOP/s, {rates.memory_bytes / 1e12:.3g} TB/s of its memory, "
-        f"{copied / 1e9:.3g} GB/s to the host and as many back, 100 GB/s to other GPUs (10 between nodes), {CORES} "
-        f"cores; for each node {rates.host_bytes / 1e9:.0f} GB/s of host memory, and a disk that reads "
-        f"{rates.disk_read_bytes / 1e9:.3g} and writes {rates.disk_write_bytes / 1e9:.3g} GB/s"
+        f"{copied / 1e9:.3g} GB/s to the host and as many back, 100 GB/s to other GPUs (10 between nodes), "
+        f"{threads} threads that update; for each node {rates.host_bytes / 1e9:.0f} GB/s of host memory, and a disk "
+        f"that reads {rates.disk_read_bytes / 1e9:.3g} and writes {rates.disk_write_bytes / 1e9:.3g} GB/s"
     )
     rates = replace(
-        rates, flops=flops, attention_flops=flops, copy_in_bytes=copied, copy_out_bytes=copied, source=source
-    )
+        rates, flops=flops, attention_flops=flops, copy_in_bytes=copied, copy_out_bytes=copied, source=source,
+        host_update_numel=threads * CORE_UPDATE_NUMEL,
+    )  # fmt: skip
     return _of_rank(rates, machine)
 
 

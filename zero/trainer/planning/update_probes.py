@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from zero.core.fused import numbers, tables
-from zero.core.host_rule import update_on_host
 from zero.core.kept import Kept
 from zero.core.layout import Layout
 from zero.core.optim import Hyper, Transform
@@ -16,6 +15,7 @@ from zero.core.updates import GroupSettings, PageBatch, PageUpdate
 from zero.engine.plan import thread_count
 from zero.engine.update import Piece, run_kernel
 from zero.platform.device import Device
+from zero.platform.host_rule import update_on_host
 from zero.settings.build import build_optimizer, build_precision
 from zero.trainer.config import Config
 from zero.trainer.planning.timed import fastest_s

@@ -16,21 +16,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zero.core.fused import OWN_NUMBERS, row
+from zero.core.fused import FIRST_OF_RULE, row
 from zero.core.optim import Fused
 from zero.core.tile import bound
 from zero.core.updates import AVERAGE, INVERSE, GroupSettings, PageBatch
 from zero.errors import ConfigError
 
-PIECE_NUMEL = 32 * 1024
-"""Elements that are updated at a time: so many that they stay in cache with the results of a rule."""
+RULE_NUMEL = 32 * 1024
+"""Elements that are updated at a time. A rule has about eight results of 128 KiB, so they stay in a cache of 2 MiB."""
 
 
 class _Buffers(threading.local):
-    """The free buffers of one thread, by dtype and number of elements."""
+    """The free buffers of one thread, each with `RULE_NUMEL` elements, by dtype."""
 
     def __init__(self) -> None:
-        self.free: dict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self.free: dict[torch.dtype, list[Tensor]] = defaultdict(list)
 
 
 buffers = _Buffers()
@@ -51,25 +51,42 @@ class _Block:
     """A block of numbers, as rules use it. Its buffer is free again when nothing refers to the block.
 
     Args:
-        free: the list to which the buffer returns; None if `values` is no buffer.
+        buffer: the buffer of which `values` is the beginning; None if `values` is a page.
     """
 
-    def __init__(self, values: Tensor, free: list[Tensor] | None = None) -> None:
-        self.values, self._free = values, free
+    def __init__(self, values: Tensor, buffer: Tensor | None = None) -> None:
+        self.values, self._buffer = values, buffer
 
     @classmethod
     def like(cls, block: "_Block", dtype: torch.dtype = torch.float32) -> "_Block":
         """Return a block of undefined numbers."""
-        free = buffers.free[dtype, block.values.numel()]
-        return cls(free.pop() if free else torch.empty_like(block.values, dtype=dtype), free)
+        free = buffers.free[dtype]
+        buffer = free.pop() if free else block.values.new_empty(RULE_NUMEL, dtype=dtype)
+        return cls(buffer[: block.values.numel()], buffer)
 
     def __del__(self) -> None:
-        if self._free is not None:
-            self._free.append(self.values)
+        if self._buffer is not None:
+            buffers.free[self._buffer.dtype].append(self._buffer)
 
     __add__ = __radd__ = _result(torch.add)
     __mul__ = __rmul__ = _result(torch.mul)
     __sub__, __gt__, __lt__ = _result(torch.sub), _result(torch.gt), _result(torch.lt)
+    __ge__, __le__ = _result(torch.ge), _result(torch.le)
+
+    def __eq__(self, other: object) -> Any:
+        return _result(torch.eq)(self, cast(Any, other))
+
+    def __ne__(self, other: object) -> Any:
+        return _result(torch.ne)(self, cast(Any, other))
+
+    def __neg__(self) -> "_Block":
+        return self * -1.0
+
+    def __rsub__(self, other: "Tensor | float") -> "_Block":
+        return -self + other
+
+    def __bool__(self) -> bool:
+        raise ConfigError("the optimizer's rule branches on a tile. Write tl.where(condition, yes, no).")
 
     def to(self, _: object) -> "_Block":
         """Return the block: it has numbers in fp32, also as a result of a comparison."""
@@ -97,9 +114,13 @@ class _Language:
     div_rn = staticmethod(_result(torch.div))
 
     @staticmethod
-    def where(condition: Tensor, yes: _Block, no: _Block) -> _Block:
-        """Return one of two blocks by a number's comparison."""
-        return yes if condition else no
+    def where(condition: Any, yes: Any, no: Any) -> Any:
+        """Return `yes` where the condition is true: for each element, or for all if it compares a group's number."""
+        if not isinstance(condition, _Block):
+            return yes if condition else no
+        made, (there, elsewhere) = _Block.like(condition), (x.values if isinstance(x, _Block) else x for x in (yes, no))
+        made.values.copy_(torch.where(condition.values != 0, there, elsewhere))
+        return made
 
     @staticmethod
     def sqrt_rn(square: _Block) -> _Block:
@@ -130,12 +151,16 @@ def update_on_host(fused: Fused, batch: PageBatch) -> None:
     """
     numbers, rule = _numbers(fused, batch.settings, batch.divisor), _on_blocks(fused.tile)
     for pages in zip(batch.params, batch.grads, *batch.moments, strict=True):
-        for param, grad, *moments in zip(*(page.split(PIECE_NUMEL) for page in pages), strict=True):
+        for param, grad, *moments in zip(*(page.split(RULE_NUMEL) for page in pages), strict=True):
             means = [moments.pop()] if fused.average is not None else []
             results = rule(
-                _Block(param), _Block(grad) * numbers[INVERSE], _Numbers(numbers, OWN_NUMBERS), *map(_Block, moments)
+                _Block(param), _Block(grad) * numbers[INVERSE], _Numbers(numbers, FIRST_OF_RULE), *map(_Block, moments)
             )
-            for page, block in zip((param, *moments), results if moments else (results,), strict=True):
-                page.copy_(block.values)
+            changed = (param, *moments)
+            values = [block.values for block in (results if moments else (results,))]
+            # a result may be a page, which must not change before it is copied
+            values = [value.clone() if any(value is page for page in changed) else value for value in values]
+            for page, value in zip(changed, values, strict=True):
+                page.copy_(value)
             for mean in means:
                 mean.mul_(numbers[AVERAGE]).add_(param * numbers[AVERAGE + 1])

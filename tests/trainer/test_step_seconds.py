@@ -302,6 +302,19 @@ def test_auto_shares_the_update_so_that_link_and_host_end_together(monkeypatch):
     assert f"offload.compute={choice.config.offload.compute}" in choice.keys
 
 
+def test_auto_leaves_updates_to_one_processor_while_gradients_are_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(placing, "STAGED", 1)
+    settings = config(
+        zero_={"stage": 3},
+        precision={"compute": "bf16"},
+        offload={"optimizer": "cpu", "compute": "auto", "page": 4096, "ahead": 0},
+    )
+    rates = replace(FREE, flops=1e15, attention_flops=1e15, copy_in_bytes=1e9, copy_out_bytes=1e9)
+    rates = replace(rates, host_update_numel=1e8)
+    choice = plan_choice(settings, "config", gpu(1), ActivationTraces(settings, model_of(settings)), rates)
+    assert choice.config.offload.compute in ("device", "host")
+
+
 def test_auto_is_the_device_where_nothing_is_offloaded():
     settings = config(offload={"compute": "auto", "ahead": 0})
     model, machine = model_of(settings), gpu(1)

@@ -147,14 +147,16 @@ def _fastest_share(choose: Callable[[float], Choice]) -> Choice:
     """Return the choice with the best share of updates by the host.
 
     The seconds of a step are the largest of several sums, each of which is nearly linear in the share, so the search
-    halves its steps around the best share so far.
+    looks to both sides of the best share so far. One processor makes all updates if parameters or gradients are on the
+    GPU, because their copies would queue behind those of other pages.
     """
-    tried = {share: choose(share) for share in (0.0, 0.5, 1.0)}
+    tried = {share: choose(share) for share in (0.0, 1.0)}
+    facts = tried[0.0].plan.facts
 
     def rank(share: float) -> tuple[bool, float]:
         return not tried[share].fits, tried[share].seconds
 
-    for step in (1 / 4, 1 / 8, 1 / 16):
+    for step in (1 / 2, 1 / 4, 1 / 8, 1 / 16) if facts.params_offloaded and facts.grads_offloaded else ():
         middle = min(tried, key=rank)
         tried |= {
             share: choose(share) for share in (middle - step, middle + step) if 0 < share < 1 and share not in tried

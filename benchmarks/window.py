@@ -100,7 +100,7 @@ class Setting(NamedTuple):
     moments: str
     tokens: int
     ranks: int
-    compute: str
+    compute: str | float
 
 
 class Timed(NamedTuple):

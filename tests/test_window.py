@@ -11,7 +11,7 @@ window = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "window.py")
 
 
 def test_a_row_has_the_ratios_of_the_large_model():
-    setting = window.Setting("h100-pcie5", "7B", "optimizer", "fp32", 4096, ranks=1)
+    setting = window.Setting("h100-pcie5", "7B", "optimizer", "fp32", 4096, 1, "device")
     [row] = window.rows([setting], window.Small(layers=4, width=32, page_bytes=4096))
     products_ms = 1e3 * 8 * 4096 * 7e9 / 544e12
     update_ms = 1e3 * 30 * 7e9 / 3.35e12  # parameter, rest of the master, moments: read and written; gradient: twice
@@ -21,3 +21,13 @@ def test_a_row_has_the_ratios_of_the_large_model():
     assert row["limit"] == pytest.approx(resident_ms / copied_ms, rel=0.05)
     assert row["share"] <= row["limit"] < 0.4
     assert row["exposed_ms"]["update"] == pytest.approx(row["step_ms"] * (1 - row["share"]), rel=0.1)
+
+
+def test_a_share_of_the_host_saves_its_moments_and_masters_on_the_link():
+    """With all state offloaded a parameter takes 18 bytes in and 14 out, or 4 and 2 if the host updates it."""
+    setting = window.Setting("4090-pcie4", "7B", "cpu", "fp32", 8192, 1, 0.5)
+    [row] = window.rows([setting], window.Small(layers=4, width=32, page_bytes=4096))
+    by_host = (18 - row["bytes"]["in"]) / 14
+    assert row["by_host"] == 0.5
+    assert 0.4 < by_host <= 0.5, "the last page of a unit, which the host gets, may be small"
+    assert (14 - row["bytes"]["out"]) / 12 == pytest.approx(by_host, abs=0.01)

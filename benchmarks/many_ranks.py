@@ -156,7 +156,7 @@ def planned(model: nn.Module, ranks: int, dtype: str, device: Any = "cuda", redu
     precision: Any = zero.Precision(dtype, reduce=dtype)  # type: ignore[arg-type]
     optimizer = zero.adamw(1e-4)
     return zero.Plan(
-        model, optimizer=optimizer, world=world, stage=3, precision=precision, reduce=reduce, room=NO_LIMIT
+        model, optimizer=optimizer, world=world, stage=3, bucket=0, precision=precision, reduce=reduce, room=NO_LIMIT
     )
 
 

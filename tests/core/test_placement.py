@@ -89,7 +89,7 @@ def test_parameters_asked_off_the_device_where_they_are_whole(offload, said):
         ({"ahead": -1}, "offload.ahead=-1: must be a size such as 8GiB, or auto"),
         ({"device_budget": -1}, "offload.device_budget=-1: must be a size such as 8GiB, a share"),
         ({"host_budget": 1.5}, "offload.host_budget=1.5: must be a size such as 8GiB, a share"),
-        ({"compute": "gpu"}, "offload.compute=gpu: must be one of device, host, auto"),
+        ({"compute": "gpu"}, "offload.compute=gpu: must be device, host, a share such as 0.4, or auto"),
     ],
     ids=str,
 )

@@ -787,6 +787,7 @@ OTHERS = {
     "zero/checkpoint/save.py:Saving._await_copies": "`Runtime.await_copies`, which is in the list, calls it",
     "zero/store/executor.py:Executor._copy": "an inner store's, which does its work when it is asked",
     "zero/trainer/planning/probes.py": "a probe's time is taken when all is done",
+    "zero/trainer/planning/timed.py": "a probe's time is taken when all is done",
     "zero/engine/move.py:_Move._move_units": "writes behind the work of slots: moved states have the same bits",
     "zero/engine/park.py:_Parked.send": "before another program uses the memory",
     "zero/engine/park.py:_Parked._move_pages": "`UnitMove.wait`, whose wait is in the list",

@@ -178,8 +178,8 @@ class Offload(Section):
     )
     compute: Compute = key(
         "device",
-        "processor that updates offloaded state: device, host, the share of each unit's pages that the host updates, "
-        "such as 0.4, or auto (the fastest share, as a plan predicts it; in a loop of your own the device)",
+        "processor that updates offloaded state beside a GPU: device, host, the share of each unit's pages that it "
+        "updates, such as 0.4, or auto (the fastest share, as a plan predicts it; the device in a loop of your own)",
         trades="host moves gradients and parameters only, and computes on the slower processor",
         example="auto",
     )

@@ -29,6 +29,7 @@ from zero.engine.whole.measured import measured
 from zero.engine.whole.read import digest, full_state_dict
 from zero.errors import ConfigError, PlanError, WorldError
 from zero.testing import run_processes, run_ranks
+from zero.trainer.models import GPT, GPTConfig, loss
 
 KiB = 1024
 OFFLOADS = {
@@ -517,6 +518,32 @@ def test_a_plan_knows_what_crosses_the_wires(stage, accumulate, between):
     for of_rank in run_ranks(6, lambda world: planned_and_counted(world, {**how}), nodes=3):
         for planned, counted in of_rank:
             assert 0 <= counted - planned <= END_BYTES
+
+
+def planned_and_received(world: zero.World, tied: bool, how: dict[str, Any]) -> tuple[float, int]:
+    """Of the third step of a GPT at stage 3, what this rank gets from others."""
+    with world.exclusive(), zero.empty():
+        model = GPT(GPTConfig(vocab=64, width=32, layers=4, heads=2, seq=16, tied=tied))
+    plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=zero.Stage(3), world=world, **how)
+    state = zero.init(plan, zero.open_store(plan))
+    step = zero.make_step(plan, loss)
+    before = world.traffic
+    for _ in range(3):
+        before = world.traffic
+        state, _ = step(state, [torch.zeros(2, 17, dtype=torch.long)] * plan.accumulate)
+    after = world.traffic
+    received = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
+    return traffic(plan).of_step(plan.accumulate).link, received
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bucket", [0, "auto"])
+@pytest.mark.parametrize(("prefetch", "accumulate"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1)])
+def test_a_plan_knows_how_often_units_are_gathered(tied, bucket, prefetch, accumulate):
+    """A tied head gathers the embedding at the end of each forward, which costs another unit its buffer."""
+    how = {"bucket": bucket, "prefetch": prefetch, "accumulate": accumulate}
+    for planned, received in run_ranks(2, planned_and_received, tied, how):
+        assert 0 <= received - planned <= END_BYTES / 6
 
 
 def copied(world: zero.World, accumulate: int, gather: str) -> tuple[float, int, int]:

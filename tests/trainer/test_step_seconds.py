@@ -149,8 +149,8 @@ def test_codes_are_expanded_in_each_forward_and_each_backward(device, each):
         )
     rates = replace(FREE, memory_bytes=1e3)
     values_s, codes_s = (step_seconds(plan, rates, OperatorWork(1.0), OperatorWork(2.0)) for plan in plans)
-    still = sum(len(units - {4}) for units in plans[1].sizes.gathered_at_turns())  # the last unit trains
-    gathers = 3 * (2 * 4 - still)
+    forward, backward, _ = plans[1].sizes.gathers()
+    gathers = 3 * sum(forward[number] + backward[number] for number in range(4))  # the last unit trains
     assert codes_s - values_s == pytest.approx(gathers * 64 * 64 * each / 1e3)
 
 

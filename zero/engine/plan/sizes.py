@@ -5,8 +5,10 @@ P is the number of elements of a flat tensor with padding, S the number of eleme
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from heapq import nlargest
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,15 @@ from zero.engine.model import Flat, UnitSpec
 from zero.engine.plan.facts import Facts
 from zero.platform.device import Device
 from zero.store import PageKind
+
+
+class GatherCounts(NamedTuple):
+    """The gathers of units into buffers of the pool, by index."""
+
+    forward: Counter[int]
+    backward: Counter[int]
+    still: set[int]
+    """Units that a forward finds in a buffer, which are gathered once more if an update has changed them."""
 
 
 class Sizes:
@@ -164,20 +175,32 @@ class Sizes:
         *flats, scratch = self.matrix_numels or (0,)
         return held | {"matrices": 2 * sum(flats) + self.matrix_scratch_dtype.itemsize * scratch}
 
-    def gathered_at_turns(self) -> tuple[set[int], set[int]]:
-        """Return the indices of the units that are still gathered when forward ends, and when backward ends."""
+    def gathers(self) -> GatherCounts:
+        """Return how often a forward and a backward gather each unit, beyond the units that are still in a buffer.
+
+        Sites run one after another, a site inside of another after it, and backward visits them the other way around.
+        """
         pool = Pool(self.shared_buffer_sizes(), torch.uint8, Device(torch.device("meta")), self.own_buffer_sizes())
-        forward = list(self.facts.units)
-        still = []
-        for order in (forward, [unit for unit in reversed(forward) if not unit.lookup]):
-            for place, unit in enumerate(order):
-                for coming in order[place : place + 1 + self.facts.prefetch]:
-                    if pool.find(coming.index) is None and pool.has_room_for(coming.index):
-                        pool.take(coming.index, self.buffer_numel(coming))
-                    if (buffer := pool.find(coming.index)) is not None:
-                        buffer.ahead = True
-                if (buffer := pool.find(unit.index)) is not None:
-                    buffer.ahead = False
-                    pool.touch(buffer)
-            still.append({unit.index for unit in forward if pool.find(unit.index) is not None})
-        return still[0], still[1]
+        forward = [self.facts.units[index] for site in self.facts.splitting.sites for index in site.units]
+        backward = [unit for unit in reversed(forward) if not unit.lookup]
+        passes = [self._gathers_of(pool, order) for order in (forward, backward, forward, backward)]
+        (in_forward, still), (in_backward, _) = passes[2:]  # the first forward finds nothing
+        return GatherCounts(in_forward, in_backward, still)
+
+    def _gathers_of(self, pool: Pool, visits: Sequence[UnitSpec]) -> tuple[Counter[int], set[int]]:
+        """Return how often each unit is gathered by these visits, and the units that are in a buffer before that."""
+        gathered, still = Counter[int](), set[int]()
+        order = [unit for unit, _ in groupby(visits)]
+        for place, unit in enumerate(order):
+            for coming in dict.fromkeys(order[place : place + 1 + self.facts.prefetch]):
+                if pool.find(coming.index) is not None:
+                    still |= {coming.index} - gathered.keys()
+                elif pool.has_room_for(coming.index):
+                    pool.take(coming.index, self.buffer_numel(coming))
+                    gathered[coming.index] += 1
+                if (buffer := pool.find(coming.index)) is not None:
+                    buffer.ahead = True
+            if (buffer := pool.find(unit.index)) is not None:
+                buffer.ahead = False
+                pool.touch(buffer)
+        return gathered, still

@@ -212,21 +212,20 @@ def _gathers(plan: Plan, passing: Mapping[int, Load]) -> tuple[Load, Load, Load]
     Args:
         passing: the bytes that each unit's gather reads from the store, by unit index.
     """
-    after_forward, after_backward = plan.sizes.gathered_at_turns()
     loads = {unit.index: passing[unit.index] + _gather_of(plan, unit) for unit in plan.units}
-
-    def all_but(still: set[int]) -> Load:
-        return sum((load for index, load in loads.items() if index not in still), Load())
-
     if plan.facts.resident:
-        return Load() if plan.facts.full_update else all_but(set()), Load(), Load()
-    changed = {unit.index for unit in plan.units if unit.trainable.slots}
-    first = all_but(loads.keys() - (after_backward & changed))
+        return Load() if plan.facts.full_update else sum(loads.values(), Load()), Load(), Load()
+    forward, backward, still = plan.sizes.gathers()
+
+    def of(gathers: Mapping[int, int]) -> Load:
+        return sum((loads[index].times(count) for index, count in gathers.items()), Load())
+
+    first = of({index: 1 for index in still if plan.units[index].trainable.slots})
     if plan.facts.keeps_secondary:  # frozen parameters cross nodes only once per run
         trainable_numel = sum(unit.trainable.P for unit in plan.units)
         wire = _gather(plan, plan.precision.compute.itemsize * trainable_numel).wire
         first += Load(link=wire, wire=wire)
-    return first, all_but(after_backward), all_but(after_forward)
+    return first, of(forward), of(backward)
 
 
 def _gather_of(plan: Plan, unit: UnitSpec) -> Load:

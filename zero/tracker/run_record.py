@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from zero.errors import MachineError
+from zero.platform.run_files import from_here
 from zero.tracker import RUNNING, Tracker, write_failure, write_summary
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.report import run as report
@@ -85,7 +86,7 @@ class RunRecord:
             return
         try:
             self._tracker.report(report.write_run(self._folder, defaults))
-            self._tracker.note(f"report {self._folder / 'report.html'}")
+            self._tracker.note(f"report {from_here(self._folder / 'report.html')}")
         except Exception as error:
             self._tracker.note(f"warning: no report: {describe(error)}")
 

@@ -20,6 +20,7 @@ from zero.engine.state import State
 from zero.engine.whole import measured
 from zero.errors import ConfigError, one_line, with_class
 from zero.platform.files import naming
+from zero.platform.run_files import from_here
 from zero.platform.timeline import Timeline
 from zero.tracker import Tracker, open_tracker
 from zero.tracker.earlier_starts import earlier_starts
@@ -140,7 +141,7 @@ class Track:
         plan = self._state.plan
         facts = {"plan_bytes": plan.bytes, "ranks": self._world.size, "parameters_numel": plan.numel}
         self._tracker.begin(self._config, facts | {"torch": str(torch.__version__)})
-        self._tracker.note(f"folder {self.folder}")
+        self._tracker.note(f"folder {from_here(self.folder)}")
         self._record = RunRecord(folder, self._meter, self._tracker, lambda: self._checkpoint, unit=self._unit)
         self._is_open = True
         return self

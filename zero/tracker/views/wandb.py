@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from zero.core.secret import hidden
+from zero.platform.run_files import from_here
 from zero.tracker.settings import WandbSettings
 from zero.tracker.views.view import SECTIONS, Charts, Row, View
 
@@ -117,8 +118,7 @@ class WandbRun(View):
         """Finish the run, and wait until W&B has written its file completely."""
         figures = {key: value for key, value in summary.items() if key not in IN_ROWS_OR_CONFIG}
         self._run.summary.update({key: value for key, value in figures.items() if _is_figure(value)})
-        folder = Path(self._run.dir).parent
-        place = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
+        place = from_here(Path(self._run.dir).parent)
         try:
             self._run.finish(exit_code=exit_code)
         finally:  # `finish` returns before the file is complete; `teardown` waits for W&B's process

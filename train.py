@@ -42,6 +42,7 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.engine.retry import Retry
+    from zero.platform.run_files import from_here
     from zero.tracker import open_tracker
     from zero.trainer.planning import ActivationTraces, plan_of_run, predictor, resolve_auto
     from zero.trainer.run.loop import Run
@@ -67,7 +68,8 @@ def train(config: Config, folder: Path) -> "Summary":
         check_replay(config.debug.replay, world, "debug.replay")
         tracker.waiting("the plan and its memory")
         plan = plan_of_run(config, world, activations)
-        tracker.note(f"{plan}\ndata {config.data.name}, digest {data.digest[:12]}{data.about}\nfolder {folder}")
+        data_line = f"data {config.data.name}, digest {data.digest[:12]}{data.about}"
+        tracker.note(f"{plan}\n{data_line}\nfolder {from_here(folder)}")
 
         restarts = launch.restart_count()
         checkpoint = find(config, world, folder, tracker, restarts=restarts)

@@ -102,7 +102,7 @@ class BarView(View):
             refresh_per_second=4,
             redirect_stderr=stream.isatty() and sys.stderr.isatty(),
         )
-        self._live.start()
+        self._live.start(refresh=True)  # else a first note and its thread could both draw a first line
 
     def expect(self, steps: int) -> None:
         self._steps, self._left = steps, _Left(steps, self._clock)

@@ -70,9 +70,7 @@ def train(config: Config, folder: Path) -> "Summary":
         plan = plan_of_run(config, world, activations)
         data_line = f"data {config.data.name}, digest {data.digest[:12]}{data.about}"
         tracker.note(f"{plan}\n{data_line}\nfolder {from_here(folder)}")
-
-        restarts = launch.restart_count()
-        checkpoint = find(config, world, folder, tracker, restarts=restarts)
+        checkpoint = find(config, world, folder, tracker, restarts=launch.restart_count())
         with (
             out_of_memory_explained(config, plan),
             lower_at_next_start(plan, folder, config.launch.max_restarts),

@@ -40,6 +40,7 @@ def loaded(_: zero.World, kind: str, folder: Path, shape: tuple[int, int]) -> tu
         return digest(state), state.step, str(error.value)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_loads_its_own_coordinate_on_another_number_of_ranks(kind: str, tmp_path: Path):
     folder, name = tmp_path / "checkpoints", KINDS[kind]

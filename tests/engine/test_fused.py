@@ -103,6 +103,7 @@ def trained_with_skips(world: zero.World, setting: Setting, *, reads: bool):
     return repr([*metrics_of_steps]), digest(state), state.tried, state.step, state.scale, rested
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("precision", "preset", "compute", "optimizer"),

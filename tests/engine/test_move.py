@@ -101,7 +101,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(("case", "seed"), [(case, seed) for case in range(len(CASES)) for seed in range(30)])
 def test_no_sequence_of_moves_changes_a_bit(case, seed):
     size, setting = CASES[case]
@@ -423,6 +423,7 @@ def move_with_a_full_disk(
     return result, writes
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("setting", [Setting(), Setting(stage=1, precision="bf16")])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_disk_that_fills_during_a_move_leaves_the_state_where_it_was(size, setting):
@@ -483,7 +484,7 @@ def train_and_park(world: zero.World, setting: Setting, build=wide) -> tuple[str
     return result
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("size", "setting"),
     [

@@ -74,6 +74,7 @@ def train(world: zero.World, setting: Setting, room: Room, lowers: bool) -> tupl
     return *result, notes
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("size", "gpu"), [(1, False), (3, False), (2, True)])
 def test_pages_move_down_and_come_back(size, gpu):
     setting = Setting(precision="bf16")

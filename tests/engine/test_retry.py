@@ -74,7 +74,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("case", "fused"), [*((case, False) for case in range(len(SETTINGS))), (0, True), (2, True)])
 def test_each_allocation_of_a_step_may_fail_once(case, fused):
     """The same bits, or one clear error where the update itself was interrupted."""
@@ -95,7 +95,7 @@ def test_each_allocation_of_a_step_may_fail_once(case, fused):
     assert interrupted <= (0 if fused else 0.7 * len(places)), "a kernel's update allocates nothing"
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("preset", ["none", "cpu", "nvme", "infinity", "auto"])
 @pytest.mark.parametrize("size", [1, 2])

@@ -378,6 +378,7 @@ class Short(Regression):
         return result
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("short_in", [0, 3])
 def test_a_step_out_of_memory_is_made_again_lower(tmp_path, short_in):
     """Random numbers and buffers included; with several microbatches a step there is only advice."""

@@ -164,6 +164,7 @@ def test_packed_documents_see_themselves_alone(family):
         compare_with(expected.detach(), right, ranks, f"{size} ranks")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.process
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
 def test_processes_have_the_bits_of_threads(family):

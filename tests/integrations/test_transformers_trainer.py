@@ -278,6 +278,7 @@ class Short(Trainer):
         return loss
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("short_in", [0, 3])
 def test_a_step_out_of_memory_is_made_again_lower(tmp_path, short_in, caplog):
     """Dropout, accumulation and clipping included."""
@@ -295,7 +296,7 @@ def test_a_step_out_of_memory_is_made_again_lower(tmp_path, short_in, caplog):
     assert "Moved to offload.optimizer=cpu" in notes[-1]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_allocation_of_a_step_may_fail_once(tmp_path, seed):
     """In forward, backward, or at the end of the step."""

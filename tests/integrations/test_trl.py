@@ -118,6 +118,7 @@ SFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", SFT)
 def test_sft_of_a_folder_learns_what_trl_learns(llama, tied, name):
     (how, settings), folder = SFT[name], tied if name == "tied" else llama
@@ -180,6 +181,7 @@ DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", DPO)
 def test_dpo_learns_what_trl_learns(llama, tied, name):
     (how, settings), folder = DPO[name], tied if name == "tied" else llama
@@ -250,6 +252,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_trainers_with_the_mixin_learn_what_trls_learn(llama, name):
     """A reference is sharded."""
@@ -304,6 +307,7 @@ def on_two_ranks(world: zero.World, folder: Any, out: Any, kind: str) -> tuple[A
     return tuple(numbers(made) for made in runs)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["SFTTrainer", "DPOTrainer"])
 def test_two_processes_learn_what_trl_learns_in_two(llama, kind, tmp_path):

@@ -55,7 +55,7 @@ def test_the_host_has_the_bits_of_the_kernel(optimizer, precision):
         assert trained(setting, "cpu", "host") == trained(setting, "cpu", "device")
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("optimizer", "precision", "preset", "stage"),
     [(averaged, "bf16", "cpu", 1), (adamw_in_8bit, "bf16", "infinity", 3), (zero.muon, "bf16", "nvme", 2)],

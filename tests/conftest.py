@@ -161,9 +161,13 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_garbage() -> Iterator[None]:
-    """Nor in the tests of the next file, where thread ranks, which may not collect, have left it."""
+    """Nor in the tests of the next file, where thread ranks, which may not collect, have left it.
+
+    What a test has imported is frozen too: transformers and torch's compiler have 300,000 objects.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

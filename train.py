@@ -42,7 +42,7 @@ def train(config: Config, folder: Path) -> "Summary":
     import zero
     from zero.engine.replay import check_replay
     from zero.engine.retry import Retry
-    from zero.platform.run_files import from_here
+    from zero.platform.installed import from_here
     from zero.tracker import open_tracker
     from zero.trainer.planning import ActivationTraces, plan_of_run, predictor, resolve_auto
     from zero.trainer.run.loop import Run

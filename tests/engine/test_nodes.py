@@ -465,12 +465,18 @@ def planned_and_counted(world: zero.World, how: dict[str, Any]) -> list[tuple[fl
     offload = zero.Offload(str(how.get("offload", "none")), path=tempfile.gettempdir())
     how = {"optimizer": zero.adamw(1e-3), **how, "offload": offload}
     plan = zero.Plan(model, world=world, **how)
+    x = torch.ones(2, 64, dtype=plan.precision.compute)
+    return of_the_third_step(plan, lambda model, x: model(x).square().mean(), x)
+
+
+def of_the_third_step(plan: zero.Plan, loss_fn: Any, batch: torch.Tensor) -> list[tuple[float, int]]:
+    """Planned and counted, what this rank gets from others, and of that from other nodes."""
     state = zero.init(plan, zero.open_store(plan))
-    step = zero.make_step(plan, lambda model, x: model(x).square().mean())
+    step, world = zero.make_step(plan, loss_fn), plan.world
     before = world.traffic
     for _ in range(3):
         before = world.traffic
-        state, _ = step(state, [torch.ones(2, 64, dtype=plan.precision.compute)] * plan.accumulate)
+        state, _ = step(state, [batch] * plan.accumulate)
     told, after = traffic(plan).of_step(plan.accumulate), world.traffic
     moved = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
     return [(told.link, moved), (told.wire, after.wire_bytes - before.wire_bytes)]
@@ -525,15 +531,7 @@ def planned_and_received(world: zero.World, tied: bool, how: dict[str, Any]) -> 
     with world.exclusive(), zero.empty():
         model = GPT(GPTConfig(vocab=64, width=32, layers=4, heads=2, seq=16, tied=tied))
     plan = zero.Plan(model, optimizer=zero.adamw(1e-3), stage=zero.Stage(3), world=world, **how)
-    state = zero.init(plan, zero.open_store(plan))
-    step = zero.make_step(plan, loss)
-    before = world.traffic
-    for _ in range(3):
-        before = world.traffic
-        state, _ = step(state, [torch.zeros(2, 17, dtype=torch.long)] * plan.accumulate)
-    after = world.traffic
-    received = after.gather_bytes + after.reduce_bytes - before.gather_bytes - before.reduce_bytes
-    return traffic(plan).of_step(plan.accumulate).link, received
+    return of_the_third_step(plan, loss, torch.zeros(2, 17, dtype=torch.long))[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])

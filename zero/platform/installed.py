@@ -8,6 +8,7 @@ messages.
 import re
 import shlex
 import sys
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,10 +68,16 @@ def _is_installed(distribution: str) -> bool:
     return any(True for _ in metadata.distributions(name=distribution))
 
 
+def from_here(path: Path) -> Path:
+    """Return the path as a person would type it: relative to the current folder if it is inside of that folder."""
+    with suppress(ValueError, FileNotFoundError):  # it is elsewhere, or the current folder was removed
+        return path.relative_to(Path.cwd())
+    return path
+
+
 def docs_page(name: str) -> Path:
     """Return the path of a page of docs/, relative to the current folder if the page is inside of that folder."""
-    path, here = TOP / "docs" / name, Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    return from_here(TOP / "docs" / name)
 
 
 def program() -> str:

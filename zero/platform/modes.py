@@ -5,12 +5,13 @@ mode would be counted or replaced: selective checkpointing takes a gather for an
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode as _pop_function_mode, _push_mode as _push_function_mode
+from torch.overrides import _pop_mode as _pop_function_mode, _push_mode as _push_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 P = ParamSpec("P")
@@ -24,24 +25,26 @@ class DeviceMode(TorchDispatchMode):
 class unobserved:
     """Context manager and decorator for the engine's own work: leave all modes but those of the device.
 
-    A class, because a generator would take several microseconds, which each call of a site would pay eight times.
+    Without a mode it makes no generator, which would take several microseconds, eight times in each call of a site.
     """
 
     __slots__ = ("_left",)
 
     def __enter__(self) -> None:
-        self._left = _leave() if _entered() else None
-
-    def __exit__(self, *_: object) -> None:
+        self._left = _without_modes() if _entered() else None
         if self._left is not None:
-            _enter_again(self._left)
+            self._left.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._left is not None:
+            self._left.__exit__(*error)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
             if not _entered():
                 return function(*args, **kwargs)
-            with unobserved():
+            with _without_modes():
                 return function(*args, **kwargs)
 
         return run
@@ -66,30 +69,25 @@ def unobserved_items(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator
     return run
 
 
-class _Modes(NamedTuple):
-    """The modes of a thread, the innermost last."""
-
-    functions: Sequence[TorchFunctionMode]
-    dispatching: Sequence[TorchDispatchMode]
-
-
 def _entered() -> bool:
     """Return whether the thread has entered a mode."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-def _leave() -> _Modes:
-    """Leave all modes but those of the device, and return all modes."""
-    functions = [_pop_function_mode() for _ in range(torch._C._len_torch_function_stack())]
-    modes = _Modes(functions[::-1], _get_current_dispatch_mode_stack())
-    _exchange([mode for mode in modes.dispatching if isinstance(mode, DeviceMode)])
-    return modes
-
-
-def _enter_again(modes: _Modes) -> None:
-    _exchange(modes.dispatching)
-    for mode in modes.functions:
-        _push_function_mode(mode)
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    dispatching = _get_current_dispatch_mode_stack()
+    of_device = [mode for mode in dispatching if isinstance(mode, DeviceMode)]
+    functions = []
+    try:
+        while torch._C._len_torch_function_stack():
+            functions.append(_pop_function_mode())
+        _exchange(of_device)
+        yield
+    finally:
+        _exchange(dispatching)
+        while functions:
+            _push_function_mode(functions.pop())
 
 
 def _exchange(modes: Sequence[TorchDispatchMode]) -> None:

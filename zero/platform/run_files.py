@@ -67,12 +67,6 @@ def making(key: str, folder: Path) -> Iterator[None]:
         raise ConfigError(f"{seen}: {where}{why}. Give a folder where this user may write.") from error
 
 
-def from_here(path: Path) -> Path:
-    """Return the path as a person would type it: relative to the current folder if it is inside of that folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def hold(key: str, folder: Path) -> int:
     """Make the folder in setting `key` and lock it until the returned descriptor is closed.
 

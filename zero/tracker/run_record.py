@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from zero.errors import MachineError
-from zero.platform.run_files import from_here
+from zero.platform.installed import from_here
 from zero.tracker import RUNNING, Tracker, write_failure, write_summary
 from zero.tracker.meter import Meter, Summary
 from zero.tracker.report import run as report

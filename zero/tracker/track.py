@@ -20,7 +20,7 @@ from zero.engine.state import State
 from zero.engine.whole import measured
 from zero.errors import ConfigError, one_line, with_class
 from zero.platform.files import naming
-from zero.platform.run_files import from_here
+from zero.platform.installed import from_here
 from zero.platform.timeline import Timeline
 from zero.tracker import Tracker, open_tracker
 from zero.tracker.earlier_starts import earlier_starts

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from zero.core.secret import hidden
-from zero.platform.run_files import from_here
+from zero.platform.installed import from_here
 from zero.tracker.settings import WandbSettings
 from zero.tracker.views.view import SECTIONS, Charts, Row, View
 
